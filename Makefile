@@ -1,0 +1,21 @@
+# make run [ARGS="model=tiny train.steps=50"]   set up .venv and run the launcher
+# make test                                     set up .venv and run the tests
+PYTHON ?= python3
+VENV ?= .venv
+# Without an NVIDIA driver a local or configured index may supply the CPU build of this torch.
+TORCH ?= $(if $(wildcard /proc/driver/nvidia/version),torch>=2.11,torch==2.13.0)
+TORCH_INDEX ?=
+ARGS ?=
+
+.PHONY: run test
+run: $(VENV)/ready
+	$(VENV)/bin/python -m launcher $(ARGS)
+
+test: $(VENV)/ready
+	$(VENV)/bin/python -m pytest
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	$(VENV)/bin/python -m pip install --quiet --editable ".[dev]"
+	touch $@

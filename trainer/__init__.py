@@ -1,0 +1,1 @@
+"""What every rank executes: a mixture-of-experts trainer that reads one run directory."""
