@@ -1,0 +1,69 @@
+"""Fixtures for every package's tests: a function run on n gloo ranks of this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def _rank_main(function, arguments, rank, world_size, store_file, results):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(store_file, world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        results.put((rank, function(*arguments), None))
+        dist.barrier()  # nobody tears the connections down while another still talks
+    except BaseException:  # the test shows it
+        results.put((rank, None, traceback.format_exc()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def _forkserver():
+    """Ranks fork from a process that has imported torch already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor"])
+    return context
+
+
+@pytest.fixture
+def ranks(_forkserver, tmp_path) -> Callable[..., list[Any]]:
+    """`ranks(n, function, *arguments)` runs a module-level function on n gloo ranks; returns their results in order."""
+    count = 0
+
+    def run(world_size: int, function: Callable, *arguments: Any, timeout_s: float = 120) -> list[Any]:
+        nonlocal count
+        count += 1
+        results = _forkserver.Queue()
+        store_file = str(tmp_path / f"store{count}")
+        processes = [
+            _forkserver.Process(
+                target=_rank_main, args=(function, arguments, rank, world_size, store_file, results), daemon=True
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            answers = [results.get(timeout=timeout_s) for _ in range(world_size)]
+            failures = [f"rank {rank}:\n{error}" for rank, _, error in answers if error]
+            assert not failures, "\n".join(failures)
+            for process in processes:
+                process.join(timeout=10)
+        finally:
+            for process in processes:
+                process.kill()
+        return [answer for _, answer, _ in sorted(answers, key=lambda a: a[0])]
+
+    return run

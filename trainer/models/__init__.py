@@ -1,0 +1,1 @@
+"""The models, written plainly; parallelism, recomputation and compilation are applied from outside."""
