@@ -1,0 +1,61 @@
+"""Where optimizer states live, and how they get from there to where the step is computed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+SPAN = 2**26  # elements that are worked on at once: 256 MiB of fp32
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where slabs live: masters and gradients where the step is computed, moments perhaps elsewhere."""
+
+    compute: torch.device
+    moments: torch.device
+    staged: bool  # moments are copied to the computing device and back around the step, span by span
+    pinned: bool  # what lives on the host
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu":
+            return host_zeros(numel, dtype, self.pinned)
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def placement(mode: str, device: torch.device) -> Placement:
+    """offload.mode as a placement."""
+    host, pinned = torch.device("cpu"), device.type == "cuda"
+    if mode == "full":
+        return Placement(host, host, staged=False, pinned=pinned)
+    staged = mode == "optimizer"
+    return Placement(device, host if staged else device, staged, pinned)
+
+
+def host_zeros(numel: int, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
+    """A zeroed tensor [numel] in host memory; pinned, a GPU copies to and from it at full speed.
+
+    torch's own pinned allocator rounds up to a power of two (46 GiB of moments would take 64), so the pages of an
+    ordinary tensor are registered instead, for as long as the tensor lives. Raises CudaError if they cannot be.
+    """
+    tensor = torch.zeros(numel, dtype=dtype)
+    if pinned and numel:
+        cudart = torch.cuda.cudart()
+        torch.cuda.check_error(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        # At exit the driver may be gone already, and the process gives everything back anyway.
+        weakref.finalize(tensor, cudart.cudaHostUnregister, tensor.data_ptr()).atexit = False
+    return tensor
+
+
+def flat_spans(numel: int) -> Iterator[slice]:
+    """Ranges of at most SPAN elements."""
+    return (slice(start, min(start + SPAN, numel)) for start in range(0, numel, SPAN))
+
+
+def move(target: torch.Tensor, source: torch.Tensor, into: Callable = torch.Tensor.copy_) -> None:
+    """Copy (or `into=torch.Tensor.add_`) flat tensors across devices and dtypes, with temporaries of bounded size."""
+    for span in flat_spans(target.numel()):
+        into(target[span], source[span].to(target.device))

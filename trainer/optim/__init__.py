@@ -1,0 +1,1 @@
+"""Optimizers over contiguous fp32 slabs, and the learning-rate schedule."""

@@ -1,0 +1,37 @@
+"""AdamW by torch's fused kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.adamw import adamw
+
+from trainer.config import OptimizerConfig
+from trainer.optim.rule import Part
+
+
+class AdamW:
+    """torch.optim.AdamW(fused=True) on a slab; the function behind that class, since the slab owns the state."""
+
+    moments = ("exp_avg", "exp_avg_sq")
+    of_matrices = False
+
+    def __init__(self, config: OptimizerConfig):
+        self._constants = {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps}
+
+    def update(self, part: Part, lr: float, step: int) -> None:
+        # The kernel counts up first. Filled on the device: copying a number there would wait for all queued work.
+        count = torch.full((), step - 1, dtype=torch.float32, device=part.master.device)
+        adamw(
+            [part.master],
+            [part.grad],
+            [part.moments["exp_avg"]],
+            [part.moments["exp_avg_sq"]],
+            [],
+            [count],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            lr=lr,
+            weight_decay=part.weight_decay,
+            **self._constants,
+        )
