@@ -74,6 +74,6 @@ def gather_rows(rows_RC: torch.Tensor, full_rows: int, group: ProcessGroup) -> t
     per_rank = -(-full_rows // group.size())
     padded = rows_RC.new_zeros(per_rank, rows_RC.shape[1])
     padded[: rows_RC.shape[0]] = rows_RC
-    full = rows_RC.new_empty(per_rank * group.size(), rows_RC.shape[1])
-    dist.all_gather_into_tensor(full, padded, group=group)
-    return full[:full_rows]
+    parts = [torch.empty_like(padded) for _ in range(group.size())]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat(parts)[:full_rows]

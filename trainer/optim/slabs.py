@@ -127,6 +127,10 @@ class SlabOptimizer:
     def _members(self) -> Iterator[tuple[Slab, LocalParameter]]:
         return ((slab, member) for slab in self._slabs for member in slab.members)
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """What has accumulated so far, by parameter name: views of the slabs in the shard's shape."""
+        return {m.name: slab.view(slab.grad, m).view(m.tensor.shape) for slab, m in self._members()}
+
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
         """Norm of the accumulated gradients of the whole model, 0-dim fp32 on the device; one all-reduce."""
