@@ -229,6 +229,16 @@ def test_loaded_weights_survive_the_next_step_after_refresh_masters():
     assert (named["embed"] == 3.0).all()
 
 
+def test_the_live_parameter_is_written_also_when_it_got_another_storage():
+    named = parameters()
+    optimizer = build(named, weight_decay=0.0)
+    before = named["embed"].detach().clone()
+    named["embed"].data = before.clone()  # as FSDP2 does when it pads a shard
+    backward(named, 0)
+    optimizer.step(1e-2)
+    assert (named["embed"] != before).all()
+
+
 @pytest.mark.parametrize(
     "name, mode", [("adamw", "none"), ("adamw", "full"), ("sign_sgd", "none"), ("muon", "optimizer")]
 )
@@ -245,6 +255,7 @@ def test_resumed_is_uninterrupted_bitwise(name, mode):
     restored = other.state_dict()
     assert restored.keys() == saved.keys() and all(torch.equal(restored[key], saved[key]) for key in saved)
     assert saved["step"] == 3
+    assert all(torch.equal(p, saved[f"master.{n}"].bfloat16()) for n, p in resumed.items())
     assert torch.equal(train(resumed, other, steps=2, first=3), expected_norms)
     assert all(torch.equal(resumed[n], named[n]) for n in named)
 

@@ -21,8 +21,6 @@ def learning_rate(schedule: ScheduleConfig, lr: float, step: int, steps: int) ->
     start = max(start, schedule.warmup_steps)
     if step < start:
         return lr
-    if step >= steps - 1:
-        return schedule.min_lr
     progress = (step - start + 1) / (steps - start)
     left = (1 + math.cos(math.pi * progress)) / 2 if schedule.name == "cosine" else 1 - progress
     return schedule.min_lr + (lr - schedule.min_lr) * left
