@@ -124,14 +124,19 @@ def _recomputed(config: RunConfig, causal_attention: float) -> float:
     """FLOPs per token that activation checkpointing executes once more.
 
     full: the forward pass of every block, the router's GEMM included. selective: the experts' GEMMs, as attention and
-    the dense GEMMs are kept. The head is outside the blocks.
+    the dense GEMMs are kept. Nothing needs the output of an MLP's last GEMM in backward, so it is not repeated where
+    the recomputation can stop before it: in dense layers, and in every compiled block. The head is outside the blocks.
     """
-    blocks = [w for w in weights(config.model) if w.name.startswith("layers.")]
-    if config.ac.mode == "full":
-        return 2 * sum(_active(w, config.model) for w in blocks if w.kind != "vector") + causal_attention / 3
-    if config.ac.mode == "selective":
-        return 2 * sum(_active(w, config.model) for w in blocks if w.kind == "expert")
-    return 0.0
+    if config.ac.mode == "none":
+        return 0.0
+    last = ("mlp.down_proj.weight",) if config.compile.mode == "none" else ("mlp.down_proj.weight", "experts.down_proj")
+    kinds = ("matrix", "expert") if config.ac.mode == "full" else ("expert",)
+    repeated = sum(
+        2 * _active(weight, config.model)
+        for weight in weights(config.model)
+        if weight.name.startswith("layers.") and weight.kind in kinds and not weight.name.endswith(last)
+    )
+    return repeated + (causal_attention / 3 if config.ac.mode == "full" else 0.0)
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -158,4 +163,5 @@ def peak_flops(device_name: str) -> float | None:
         "AMD Instinct MI325X": 1307.4e12,
         "AMD Instinct MI325X OAM": 1307.4e12,
         "AMD Instinct MI325X VF": 1307.4e12,
+        "AMD Instinct Mi325X VF": 1307.4e12,  # amd-smi also prints it so
     }.get(device_name)
