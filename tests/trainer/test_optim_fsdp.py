@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -33,8 +34,9 @@ def train(dtype, mode, name):
     with torch.device("meta"):
         model = Model().to(dtype)
     if distributed:
+        mesh = init_device_mesh("cpu", (ranks,))  # also where there is a GPU
         for module in (*model.layers, model):
-            fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     model.to_empty(device="cpu")

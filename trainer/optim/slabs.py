@@ -82,16 +82,18 @@ class Slab:
     def step(self, lr: float, step: int) -> None:
         """Update the masters and write them to the parameters."""
         for span, matrices in self._parts:
-            homes = {kind: moment[span] for kind, moment in self.moments.items()}
-            moments = homes
-            if self._place.staged:
-                moments = {kind: home.to(self._place.compute, copy=True) for kind, home in homes.items()}
-            part = Part(self.master[span], self.grad[span].float(), moments, self._decay, matrices)
-            self.rule.update(part, lr, step)
-            if self._place.staged:
-                for kind, home in homes.items():
-                    home.copy_(moments[kind])
+            self._update(span, matrices, lr, step)
         self.write_parameters()
+
+    def _update(self, span: slice, matrices: Matrices | None, lr: float, step: int) -> None:
+        homes = {kind: moment[span] for kind, moment in self.moments.items()}
+        moments = homes
+        if self._place.staged:
+            moments = {kind: home.to(self._place.compute, copy=True) for kind, home in homes.items()}
+        self.rule.update(Part(self.master[span], self.grad[span].float(), moments, self._decay, matrices), lr, step)
+        if self._place.staged:
+            for kind, home in homes.items():
+                home.copy_(moments[kind])
 
     def write_parameters(self) -> None:
         for member in self.members:
