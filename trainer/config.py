@@ -55,6 +55,7 @@ class ModelConfig:
     recommended_nodes: int = 1  # the layout that parallelism=auto takes
     recommended_gpus_per_node: int = 1
     recommended_ep: int = 1
+    recommended_seq_len: int = 2048  # what data.seq_len=0 takes
 
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer's MLP is a mixture of experts (the rule of Hugging Face's Qwen3MoeDecoderLayer)."""
@@ -130,7 +131,7 @@ class DataConfig:
     name: str = one_of("sample", "sample", "random", "chat")
     path: str = ""  # chat: a JSONL file or a Hugging Face dataset name
     split: str = "train"  # of a Hugging Face dataset
-    seq_len: int = 2048
+    seq_len: int = 2048  # 0: the model's recommended_seq_len
     micro_batch_size: int = 1  # sequences per rank and forward
     global_batch_size: int = 0  # sequences per optimizer step over all ranks; 0: one micro-batch per rank
     long_documents: str = one_of("split", "split", "truncate", "drop")  # what happens to one longer than seq_len
@@ -145,7 +146,9 @@ class TrainConfig:
     seed: int = 0
     param_dtype: str = one_of("auto", "auto", "bf16", "fp32")  # auto: bf16 on GPUs, fp32 on CPUs
     grad_dtype: str = one_of("fp32", "fp32", "bf16")  # gradients are reduced and accumulated in it
-    stall_timeout_s: float = 1800.0  # no finished step for so long: stacks to the logs, exit as failed; 0: wait for ever
+    stall_timeout_s: float = (
+        1800.0  # no finished step for so long: stacks to the logs, exit as failed; 0: wait for ever
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +160,9 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    wandb: str = one_of("auto", "auto", "online", "offline", "disabled")  # auto: online with a key on SLURM, else offline
+    wandb: str = one_of(
+        "auto", "auto", "online", "offline", "disabled"
+    )  # auto: online with a key on SLURM, else offline
     project: str = "moe"
     entity: str = ""
     run_name: str = ""  # empty: the run directory's name

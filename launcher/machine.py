@@ -1,0 +1,66 @@
+"""What resolve and check may know about the machine that submits, looked up once."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlparse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    cwd: Path  # relative paths on the command line start here
+    sbatch: bool  # SLURM takes jobs here
+    gpus: int  # that this process may use
+    memory_gib: float  # host memory, or what this container may use of it
+    wandb_key: bool  # W&B would accept us
+
+
+def look() -> Machine:
+    """The machine this process runs on."""
+    return Machine(
+        cwd=Path.cwd(),
+        sbatch=shutil.which("sbatch") is not None,
+        gpus=count_gpus(),
+        memory_gib=host_memory_gib(),
+        wandb_key=has_wandb_key(),
+    )
+
+
+def count_gpus(dev: Path = Path("/dev"), proc: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+    """NVIDIA GPUs this process may use; counts files, because asking the driver takes longer than a refusal may."""
+    if not proc.is_dir():
+        return 0
+    # A container sees all of /proc/driver/nvidia/gpus but has only its own device files.
+    devices = sum(path.name.removeprefix("nvidia").isdigit() for path in dev.glob("nvidia*"))
+    present = min(devices, sum(1 for _ in proc.iterdir()))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    return min(present, sum(1 for name in visible.split(",") if name.strip() and not name.strip().startswith("-")))
+
+
+def host_memory_gib() -> float:
+    """Memory of this machine or of the control group that we are in, in GiB."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(name).read_text()))
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return total / 2**30
+
+
+def has_wandb_key() -> bool:
+    """Whether WANDB_API_KEY is set or netrc has an entry for W&B's host."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    try:
+        return path.is_file() and netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
