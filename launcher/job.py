@@ -1,0 +1,92 @@
+"""`python -m launcher.job RUN_DIR`: what every task starts, on SLURM and on this machine. It is the rank."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_FIRST_PORT, _PORTS = 20000, 12000  # below the ports that Linux gives to outgoing connections
+
+
+def die_with_supervisor() -> None:
+    """On this machine: no rank outlives launcher.local, however that ends. On SLURM slurmstepd sees to it."""
+    supervisor = os.environ.get("SUBMITIT_LOCAL_JOB_ID")
+    if supervisor is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(supervisor):  # it ended before the line above
+        os._exit(1)
+
+
+def missing_packages(run_dir: Path) -> list[str]:
+    """Packages that a task needs on SLURM and its Python lacks."""
+    wandb = json.loads((run_dir / "run.json").read_text())["logging"]["wandb"]
+    needed = ["submitit"] if wandb == "disabled" else ["submitit", "wandb"]
+    return [name for name in needed if importlib.util.find_spec(name) is None]
+
+
+def rank_variables() -> dict[str, str]:
+    """torch.distributed's env:// variables of this task, from what submitit knows about the job."""
+    from submitit import JobEnvironment
+
+    job = JobEnvironment()
+    variables = {
+        "RANK": str(job.global_rank),
+        "LOCAL_RANK": str(job.local_rank),
+        "WORLD_SIZE": str(job.num_tasks),
+        "LOCAL_WORLD_SIZE": str(job.num_tasks // job.num_nodes),
+    }
+    if job.cluster == "slurm":  # on this machine launcher.local holds a free port
+        variables["MASTER_ADDR"] = job.hostnames[0]
+        variables["MASTER_PORT"] = str(_FIRST_PORT + int(job.raw_job_id) % _PORTS)
+    return variables
+
+
+def write_failure(run_dir: Path, error: BaseException) -> None:
+    """failure-<rank>.json for what went wrong before the trainer could write one itself."""
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("SUBMITIT_LOCAL_GLOBALID", "0")
+    path = run_dir / f"failure-{rank}.json"
+    if path.exists():
+        return
+    content = {
+        "rank": int(rank),
+        "host": socket.gethostname(),
+        "error": f"{type(error).__name__}: {error}",
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1))
+    partial.rename(path)
+
+
+def main(run_dir: Path) -> None:
+    """Run this rank in this process; whatever goes wrong leaves it, with exit code 1."""
+    die_with_supervisor()
+    try:
+        if "SLURM_JOB_ID" in os.environ and (missing := missing_packages(run_dir)):
+            raise ModuleNotFoundError(
+                f"{sys.executable} on {socket.gethostname()} lacks {', '.join(missing)}: install it where the ranks run"
+            )
+        os.environ.update(rank_variables())
+        from trainer.__main__ import main as train
+
+        train(run_dir)
+    except BaseException as error:  # noqa: BLE001 (also sys.exit: a rank that ends early has failed)
+        traceback.print_exc()
+        write_failure(run_dir, error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: destructors of a process group with a pending collective can wait for ever.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())
