@@ -30,7 +30,7 @@ KEYS = {
     "model.ac_offloading": NO_COUNTERPART + ": ac=full keeps block inputs on the GPU",
     "model.ac_offloading.": NO_COUNTERPART + ": ac=full keeps block inputs on the GPU",
     "model.compile": "compile=none|block|fullgraph",
-    "model.compile.": "compile=fullgraph, or compile=block for fullgraph=false",
+    "model.compile.": "compile=fullgraph, or compile=block to allow graph breaks",
     "model.ep": "parallelism.ep",
     "model.dp_replicate": "parallelism.dp_replicate",
     "model.cp": NO_COUNTERPART + ": use more nodes",
