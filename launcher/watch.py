@@ -22,41 +22,44 @@ EXIT_CODES = {"done": 0, "cancelled": 130}
 
 
 def wait(run_dirs: list[Path], out: TextIO | None = None) -> int:
-    """Follow submitted runs to their ends, one line of progress at a time; returns the first exit code that is not 0.
+    """Follow submitted runs to their ends and show how each ended; returns the first exit code that is not 0.
 
-    Ctrl-C and SIGTERM cancel the run that is being followed: 130.
+    Ctrl-C and SIGTERM cancel the runs: 130.
     """
-    return next((code for code in [follow(path, out) for path in run_dirs] if code), 0)
-
-
-def follow(run_dir: Path, out: TextIO | None = None) -> int:
-    """Follow one run to its end, then show its result or its failure; exit code 0 only where it is done."""
     out = out or sys.stdout
+    codes = []
+    with interrupts() as seen:
+        for run_dir in run_dirs:
+            end = follow(run_dir, out, seen, run_dir.name)
+            show_end(run_dir, end, out)
+            codes.append(EXIT_CODES.get(end["state"], 1))
+    return next((code for code in codes if code), 0)
+
+
+def follow(run_dir: Path, out: TextIO, seen: list[int], name: str) -> dict[str, Any]:
+    """Show one run's progress until it has ended, or until a signal in `seen` has cancelled it; returns its state."""
     line = LiveLine(out)
-    with _interrupts() as interrupts:
-        deadline = None
-        while (now := status.describe(run_dir))["state"] not in status.FINAL or status.is_held(run_dir):
-            if interrupts and deadline is None:
-                deadline = time.monotonic() + _STOPPED_S
-                line.show(f"{run_dir.name}: {status.cancel(run_dir)}", always=True)
-            if deadline is not None and time.monotonic() > deadline:
-                break
-            if deadline is None:
-                line.show(progress(run_dir, now))
-            time.sleep(_LOOK_S)
+    deadline = None
+    while (now := status.describe(run_dir))["state"] not in status.FINAL or status.is_held(run_dir):
+        if seen and deadline is None:
+            deadline = time.monotonic() + _STOPPED_S
+            line.show(f"{name}: {status.cancel(run_dir)}", always=True)
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        if deadline is None:
+            line.show(f"{name}  {progress(run_dir, now)}")
+        time.sleep(_LOOK_S)
     line.clear()
-    show_end(run_dir, now, out)
-    return EXIT_CODES.get(now["state"], 1)
+    return now
 
 
 def progress(run_dir: Path, now: dict[str, Any]) -> str:
-    """One line: name, step, loss, tokens/s, MFU or why there is none, time left."""
+    """One line: step, loss, tokens/s, MFU or why there is none, time left."""
     step, steps = now.get("step", 0), now.get("steps")
-    head = f"{run_dir.name}  {now['state']}"
     row = status.last_row(run_dir)
     if not step or row.get("step", 0) > step:  # rows of an earlier attempt are not this one's
-        return head
-    parts = [f"{run_dir.name}  step {step}/{steps}"]
+        return now["state"]
+    parts = [f"step {step}/{steps}"]
     if "loss" in row:
         parts.append(f"loss {row['loss']:.3f}")
     if "tokens_per_s_per_gpu" in row:
@@ -128,7 +131,7 @@ class LiveLine:
 
 
 @contextmanager
-def _interrupts() -> Iterator[list[int]]:
+def interrupts() -> Iterator[list[int]]:
     """Collects Ctrl-C and SIGTERM instead of dying of them: the run has to be stopped first."""
     seen: list[int] = []
     before = {

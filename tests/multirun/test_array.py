@@ -1,0 +1,123 @@
+"""Sweeps: all prepared or none submitted; one failing run hides nothing; the exit code tells."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher import status
+from multirun.array import own_overrides
+
+
+def test_a_sweep_runs_all_and_reports_the_failed_ones(project):
+    done = project.launch("--multirun", "train.seed=1,2,3,5")
+    assert done.returncode == 1, done.stderr
+    states = {json.loads((p / "run.json").read_text())["train"]["seed"]: status.describe(p) for p in project.run_dirs()}
+    assert {seed: one["state"] for seed, one in states.items()} == {1: "done", 2: "failed", 3: "failed", 5: "done"}
+    header, *rows = done.stdout[done.stdout.index("\n\n") :].strip().splitlines()[:5]
+    assert header.split()[:2] == ["train.seed", "state"]
+    assert [row.split()[:2] for row in rows] == [["1", "done"], ["2", "failed"], ["3", "failed"], ["5", "done"]]
+    for words in (
+        "ValueError: boom on purpose",
+        "exited with code 3",
+        states[2]["log"],
+        states[3]["log"],
+        "2.000",
+        "6.000",
+    ):
+        assert words in done.stdout, words
+    assert "boom on purpose" in Path(states[2]["log"]).read_text()
+    assert len({path.parent for path in project.run_dirs()}) == 1
+    groups = {json.loads((path / "run.json").read_text())["logging"]["group"] for path in project.run_dirs()}
+    assert groups == {project.run_dirs()[0].parent.name}
+
+    again = project.launch("--multirun", "train.seed=1,5")
+    assert again.returncode == 0 and again.stdout.count("done before") == 2 and "6.000" in again.stdout
+
+
+def test_a_sweep_with_bad_runs_is_refused_whole(project):
+    done = project.launch("--multirun", "parallelism.ep=2,3", "optimizer=adamw,muon", "offload=full")
+    assert done.returncode == 2
+    assert not project.runs.exists()
+    bad = [line for line in done.stderr.splitlines() if line.startswith("  ")]
+    assert {line.split(": ")[0].strip() for line in bad} == {
+        "parallelism.ep=2 optimizer=muon",
+        "parallelism.ep=3 optimizer=adamw",
+        "parallelism.ep=3 optimizer=muon",
+    }
+    assert "3 of 4 runs" in done.stderr
+
+    as_json = project.launch("launch.json=true", "--multirun", "parallelism.ep=2,3")
+    (refused,) = json.loads(as_json.stdout)["refused"]
+    assert refused["run"] == "parallelism.ep=3" and refused["problems"]
+
+
+def test_a_dry_sweep_writes_nothing(project):
+    done = project.launch("--multirun", "train.seed=1,2", "launch.dry_run=true", "launch.json=true")
+    assert done.returncode == 0 and not project.runs.exists()
+    assert len({plan["key"] for plan in json.loads(done.stdout)}) == 2
+    text = project.launch("--multirun", "train.seed=1,2", "launch.dry_run=true")
+    assert text.stdout.count("exec ") == 2 and not project.runs.exists()
+
+
+def test_a_json_sweep_prints_one_list(project):
+    done = project.launch("launch.json=true", "--multirun", "train.seed=1,2")
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and [one["state"] for one in found] == ["done", "failed"]
+    assert found[0]["result"]["loss"]["last"] == 2.0 and found[0]["overrides"] == {"train.seed": "1"}
+    assert "boom on purpose" in found[1]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("launch.wait=false", "one after the other"), ("logging.project=a,b", "the same experiment")],
+)
+def test_what_a_local_sweep_cannot_do_is_refused(project, override, words):
+    swept = [] if "," in override else ["train.seed=1,2"]
+    done = project.launch("--multirun", override, *swept)
+    assert done.returncode == 2 and words in done.stderr and not project.run_dirs()
+
+
+def test_ctrl_c_stops_the_run_and_the_sweep(project, tmp_path):
+    command = [sys.executable, "-m", "launcher", f"launch.runs_dir={project.runs}", "cluster=local"]
+    sweep = subprocess.Popen(
+        [*command, "--multirun", "train.seed=4,1"], cwd=project.root, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 20
+    while len(list(project.runs.glob("*/*/pid-*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    sweep.send_signal(signal.SIGINT)
+    out, _ = sweep.communicate(timeout=20)
+    assert sweep.returncode == 130
+    assert [status.describe(path)["state"] for path in project.run_dirs()].count("cancelled") == 1
+    assert "frozen" in out and "cancelled" in out
+    for pid in project.runs.glob("*/*/pid-*"):
+        assert not status._exists(int(pid.read_text()))
+
+
+def test_only_what_differs_names_a_run():
+    jobs = [["model=tiny", "+experiment=a", "train.steps=5"], ["model=tiny", "+experiment=b", "train.steps=5"]]
+    assert own_overrides(jobs) == [{"experiment": "a"}, {"experiment": "b"}]
+    assert own_overrides([["a=1", "b=2"]]) == [{}]
+
+
+def test_edits_after_the_command_has_returned_change_nothing(project):
+    done = project.launch("launch.wait=false", "launch.json=true", "train.seed=7", FAKE_SLEEP="1.5")
+    assert done.returncode == 0
+    run = Path(json.loads(done.stdout)["path"])
+    (project.root / "trainer" / "__main__.py").write_text("raise RuntimeError('edited')\n")
+    (project.root / "launcher" / "job.py").write_text("raise RuntimeError('edited')\n")
+    (project.root / "conf" / "train" / "default.yaml").write_text("seed: 99\n")
+    deadline = time.monotonic() + 20
+    while status.describe(run)["state"] not in status.FINAL:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert status.describe(run)["state"] == "done"
+    assert status.read_json(run / "result.json")["loss"]["last"] == 8.0
