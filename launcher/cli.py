@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import overrides
+from launcher.help import help_text
 from launcher.schema import Refused, to_config
 from trainer.config import ConfigError
 
 if TYPE_CHECKING:
+    from launcher.machine import Machine
     from launcher.run import Run
+    from launcher.snapshot import Tree
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 REFUSED = 2
@@ -24,6 +28,10 @@ REFUSED = 2
 def main() -> None:
     """Read sys.argv, run, and leave with the exit code."""
     try:
+        if overrides.help_wanted(sys.argv[1:]):
+            directories = overrides.directories_of(overrides.split_flags(sys.argv[1:])[0], CONF)
+            print(help_text(directories, overrides.options(directories)))
+            return
         arguments = overrides.rewrite(sys.argv[1:], CONF)
     except Refused as refused:
         raise SystemExit(report(refused, as_json="launch.json=true" in sys.argv)) from None
@@ -47,6 +55,13 @@ class Door:
         self.opened = False  # Hydra has composed a configuration
         self.exit_code = 0
 
+    @cached_property
+    def here(self) -> tuple[Machine, Tree]:
+        """Machine and code, looked at once: all runs of a sweep are made from the same code."""
+        from launcher import machine, snapshot
+
+        return machine.look(), snapshot.tree(snapshot.project_root())
+
     def job(self, composed: Any) -> Run | None:
         """Hydra's task function: a prepared run, submitted unless it is part of a sweep."""
         from hydra.core.hydra_config import HydraConfig
@@ -55,18 +70,18 @@ class Door:
         self.opened = True
         settings = HydraConfig.get()
         if settings.mode == RunMode.MULTIRUN:
-            return prepare(composed, settings, sweep=Path(settings.sweep.dir).name)
+            return prepare(composed, settings, self.here, sweep=Path(settings.sweep.dir).name)
         as_json = False
         try:
             as_json = composed.launch.get("json") is True
-            run = prepare(composed, settings)
+            run = prepare(composed, settings, self.here)
             self.exit_code = submit_one(run)
         except ConfigError as error:
             self.exit_code = report(error, as_json=as_json)
         return None
 
 
-def prepare(composed: Any, settings: Any, *, sweep: str = "") -> Run:
+def prepare(composed: Any, settings: Any, here: tuple[Machine, Tree], *, sweep: str = "") -> Run:
     """From Hydra's containers to a prepared run; nothing of Hydra goes further. Raises Refused."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -82,7 +97,8 @@ def prepare(composed: Any, settings: Any, *, sweep: str = "") -> Run:
         for group, option in settings.runtime.choices.items()
         if not group.startswith("hydra/") and option is not None
     }
-    return run.prepare(to_config(plain), choices, sweep=sweep)
+    machine, tree = here
+    return run.prepare(to_config(plain), choices, machine=machine, tree=tree, sweep=sweep)
 
 
 def report(error: ConfigError, *, as_json: bool) -> int:
@@ -114,7 +130,7 @@ def submit_one(run: Run) -> int:
     if not run.submit:
         return _show_stored(run)
     if not launch.json:
-        print(f"run         {run.path}", flush=True)
+        print(f"run         {run.path}\nfrozen      run.json {run.digest}, code {run.tree.digest}")
         print_plan(run.plan)
     runs.freeze(run)
     if not launch.submit:

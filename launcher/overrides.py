@@ -63,10 +63,7 @@ def rewrite(argv: list[str], conf: Path) -> list[str]:
         return argv
     flags, overrides = split_flags(argv)
     multirun = any(flag in MULTIRUN for flag in flags) or "hydra.mode=MULTIRUN" in overrides
-    directories = [
-        conf,
-        *(Path(value) for flag, value in pairwise(flags) if flag in ("--config-dir", "-cd")),
-    ]
+    directories = directories_of(flags, conf)
     elsewhere = any(flag in ("--config-path", "-cp") for flag in flags) or any(
         "hydra.searchpath" in o for o in overrides
     )
@@ -80,6 +77,18 @@ def rewrite(argv: list[str], conf: Path) -> list[str]:
     if lines:
         raise Refused(lines)
     return [*flags, *rewritten]
+
+
+def help_wanted(argv: list[str]) -> bool:
+    """Whether the command line asks what can be chosen."""
+    return not any(argument in COMPLETION for argument in argv) and any(
+        argument in ("--help", "-h") for argument in argv
+    )
+
+
+def directories_of(flags: list[str], conf: Path) -> list[Path]:
+    """Where options lie: our own directory and those of --config-dir."""
+    return [conf, *(Path(value) for flag, value in pairwise(flags) if flag in ("--config-dir", "-cd"))]
 
 
 def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from launcher import snapshot, status
 from launcher.check import Problem, check
-from launcher.machine import Machine, look
+from launcher.machine import Machine
 from launcher.plan import make_plan
 from launcher.resolve import resolve
 from launcher.schema import Refused
@@ -43,6 +43,11 @@ class Run:
         return self.runs_dir / "code" / self.tree.digest
 
     @property
+    def digest(self) -> str:
+        """Of run.json: rank 0 logs the same one."""
+        return digest(canonical_json(to_dict(self.config)))
+
+    @property
     def runs_dir(self) -> Path:
         return Path(self.config.launch.runs_dir)
 
@@ -59,18 +64,19 @@ def prepare(
     config: RunConfig,
     choices: dict[str, str],
     *,
+    machine: Machine,
+    tree: Tree,
     sweep: str = "",
-    machine: Machine | None = None,
-    tree: Tree | None = None,
 ) -> Run:
-    """Resolve, check and plan a run and find what exists of it; writes nothing, raises RunRefused."""
-    machine = machine or look()
+    """Resolve, check and plan a run and find what exists of it; writes nothing, raises RunRefused.
+
+    `sweep`: the name of the sweep that it belongs to.
+    """
     config = resolve(config, machine)
     problems = check(config, machine)
     if problems:
         experiment_is_sound = all(problem.concerns_machine for problem in problems)
         raise RunRefused(problems, make_plan(config) if experiment_is_sound else None)
-    tree = tree or snapshot.tree(snapshot.project_root())
     key = run_key(config, tree.digest)
     runs_dir = Path(config.launch.runs_dir)
     found = find(runs_dir, key)
@@ -127,12 +133,16 @@ def find(runs_dir: Path, key: str) -> list[Path]:
 
 
 def freeze(run: Run, root: Path | None = None) -> None:
-    """Write the run directory and the code it runs; a directory that exists keeps its results and gets the new run.json."""
-    snapshot.freeze(root or snapshot.project_root(), run.tree, run.snapshot)
+    """Write the run directory and the code it runs; a directory that exists keeps its results and gets the new run.json.
+
+    `root`: the project whose code `run.tree` lists; None: the one that this module belongs to.
+    """
+    root = root or snapshot.project_root()
+    snapshot.freeze(root, run.tree, run.snapshot)
     files = {
         "run.json": to_dict(run.config),
         "plan.json": run.plan,
-        "source.json": snapshot.source(root or snapshot.project_root(), run.tree, run.snapshot),
+        "source.json": snapshot.source(root, run.tree, run.snapshot),
     }
     if run.path.exists():
         for name, content in files.items():

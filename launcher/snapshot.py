@@ -51,10 +51,13 @@ def freeze(root: Path, code: Tree, target: Path) -> None:
                 f"{target} was changed after it was frozen: remove it, runs made from it are not its code"
             )
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=target.parent))
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=target.parent))
         partial.chmod(0o755)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written ({error.strerror}): choose another launch.runs_dir") from error
+    try:
         for name in code.files:
             copy = partial / name
             copy.parent.mkdir(parents=True, exist_ok=True)

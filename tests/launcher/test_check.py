@@ -71,7 +71,8 @@ BROKEN = [
     (["data.global_batch_size=12"], ["data.global_batch_size", "data.micro_batch_size"], "data.global_batch_size=8"),
     (["offload=full", "optimizer=muon"], ["offload.mode", "optimizer.name"], "adamw|sign_sgd"),
     (["schedule=wsd"], ["schedule.name", "schedule.decay_steps"], "schedule.decay_steps=30"),
-    (["schedule=linear", "schedule.decay_steps=145"], ["schedule.warmup_steps", "schedule.decay_steps"], ""),
+    (["schedule=linear", "schedule.decay_steps=151"], ["schedule.warmup_steps", "schedule.decay_steps"], ""),
+    (["train.steps=5", "schedule.warmup_steps=6"], ["schedule.warmup_steps", "train.steps"], ""),
     (["schedule.decay_steps=5"], ["schedule.name", "schedule.decay_steps"], "schedule=linear|cosine|wsd"),
     (["schedule=cosine", "schedule.min_lr=1"], ["schedule.min_lr", "optimizer.lr"], ""),
     (["optimizer.lr=0"], ["optimizer.lr"], ""),
@@ -168,28 +169,29 @@ class TestTarget:
         assert "24.0" in problem.text and "GiB" in problem.text
 
 
+PUBLISHED = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "vocab_size": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "norm_topk_prob": True,
+}
+
+
 class TestWeights:
     """model.weights has to be the model that is configured."""
-
-    PUBLISHED = dict(
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=256,
-        vocab_size=512,
-        rms_norm_eps=1e-6,
-        rope_theta=1000000,
-        norm_topk_prob=True,
-    )
 
     @pytest.fixture
     def directory(self, tmp_path):
         def write(**changed):
-            published = {**self.PUBLISHED, **changed}
+            published = {**PUBLISHED, **changed}
             text = json.dumps({name: value for name, value in published.items() if value is not None})
             (tmp_path / "config.json").write_text(text)
             (tmp_path / "model.safetensors").touch()
@@ -201,7 +203,7 @@ class TestWeights:
         assert problems(directory()) == []
 
     def test_new_spellings_are_read(self, problems, directory):
-        new = dict(num_experts=None, num_local_experts=8, rope_theta=None)
+        new = {"num_experts": None, "num_local_experts": 8, "rope_theta": None}
         assert problems(directory(**new, rope_parameters={"rope_theta": 1e6, "rope_type": "default"})) == []
         other = only(problems(directory(**new, rope_parameters={"rope_theta": 5e5})))
         assert other.alternatives == ("model.rope_theta=500000.0",)
@@ -209,19 +211,19 @@ class TestWeights:
     @pytest.mark.parametrize(
         "changed, fit",
         [
-            (dict(hidden_size=256), "model.hidden_size=256"),
-            (dict(norm_topk_prob=False), "model.norm_topk_prob=false"),
-            (dict(num_local_experts=16, num_experts=None), "model.num_experts=16"),
-            (dict(tie_word_embeddings=True), "model.tie_word_embeddings=true"),
-            (dict(mlp_only_layers=[1]), "model.mlp_only_layers=[1]"),
+            ({"hidden_size": 256}, "model.hidden_size=256"),
+            ({"norm_topk_prob": False}, "model.norm_topk_prob=false"),
+            ({"num_local_experts": 16, "num_experts": None}, "model.num_experts=16"),
+            ({"tie_word_embeddings": True}, "model.tie_word_embeddings=true"),
+            ({"mlp_only_layers": [1]}, "model.mlp_only_layers=[1]"),
         ],
     )
     def test_another_model_is_refused_with_the_key_that_differs(self, problems, directory, changed, fit):
         assert only(problems(directory(**changed))).alternatives == (fit,)
 
-    @pytest.mark.parametrize("changed", [dict(attention_bias=True), dict(rope_scaling={"type": "yarn"})])
+    @pytest.mark.parametrize("changed", [{"attention_bias": True}, {"rope_scaling": {"type": "yarn"}}])
     def test_what_the_trainer_does_not_build_is_refused(self, problems, directory, changed):
-        assert next(iter(changed)).partition("_")[0] in only(problems(directory(**changed))).message or "yarn"
+        assert only(problems(directory(**changed))).keys == ("model.weights",)
 
     def test_a_directory_without_tensors_is_refused(self, problems, directory, tmp_path):
         weights = directory()
