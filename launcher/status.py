@@ -116,15 +116,22 @@ def is_held(run_dir: Path) -> bool:
 
 def _exists(pid: int) -> bool:
     """Whether a process runs: a zombie that nobody has waited for does not."""
+    if not Path("/proc/self/stat").exists():  # not Linux
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def describe(run_dir: Path) -> dict[str, Any]:
-    """State of a run: key, path, state, step, steps, attempt, job_id, cluster, heartbeat_age_s, and for a run that
-    ended badly reason, rank and log. Absent = not known."""
+def describe(run_dir: Path, ask_slurm: bool = True) -> dict[str, Any]:
+    """State of a run: key, path, state, step, steps, attempt, job_id, cluster, heartbeat_age_s, loss, mfu, and for a run
+    that ended badly reason, rank and log. Absent = not known. `ask_slurm`: whether squeue is called where files are silent.
+    """
     status, job = read_json(run_dir / "status.json"), read_json(run_dir / "job.json")
     state = status.get("state") or ("submitted" if job else "frozen")
     found = {
@@ -137,12 +144,15 @@ def describe(run_dir: Path) -> dict[str, Any]:
         "job_id": job.get("job_id"),
         "cluster": job.get("cluster"),
         "heartbeat_age_s": round(time.time() - status["heartbeat"], 1) if status.get("heartbeat") else None,
+        "loss": status.get("loss"),
+        "mfu": status.get("mfu"),
         "reason": status.get("error") or None,
         "rank": status.get("rank"),
         "log": status.get("log"),
     }
     if state not in FINAL and job:
-        found.update(_unfinished(run_dir, is_alive(run_dir, job), found["heartbeat_age_s"]))
+        alive = is_alive(run_dir, job) if job["cluster"] == "local" or ask_slurm else None
+        found.update(_unfinished(run_dir, alive, found["heartbeat_age_s"]))
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -157,10 +167,13 @@ def _unfinished(run_dir: Path, alive: bool | None, heartbeat_age_s: float | None
             rank = broken[0]["rank"]
             reason = f"rank {rank} on {broken[0]['host']}: {broken[0]['error']}"
             return {"state": "failed", "rank": rank, "reason": reason, "log": str(log_path(run_dir, rank))}
+        log = log_path(run_dir, 0)
         return {
             "state": "lost",
             "reason": f"its processes are gone and left no final state (killed, or the machine restarted){age}",
-            "log": str(log_path(run_dir, 0)),
+            "log": str(
+                log if log.is_file() else run_dir / "logs" / "launcher.log"
+            ),  # before the ranks: the script's own
         }
     if heartbeat_age_s is not None and heartbeat_age_s > _SILENT_S:
         return {"reason": f"no sign of life{age}"}
@@ -174,8 +187,10 @@ def cancel(run_dir: Path) -> str:
         return f"nothing to cancel, it is {state}"
     write_json(run_dir / CANCEL, {"time": time.time(), "host": socket.gethostname()})
     if job["cluster"] == "slurm":
-        subprocess.run(["scancel", str(job["job_id"])], check=True, timeout=60)
-        return f"scancel {job['job_id']} sent"
+        if not shutil.which("scancel"):
+            return f"scancel is not on PATH here: run `scancel {job['job_id']}` on a login node"
+        sent = subprocess.run(["scancel", str(job["job_id"])], check=False, capture_output=True, text=True, timeout=60)
+        return f"scancel {job['job_id']} sent" if sent.returncode == 0 else f"scancel failed: {sent.stderr.strip()}"
     if is_alive(run_dir, job) is None:
         return f"it runs on {job['host']}: run this command there"
     os.kill(int(job["job_id"]), signal.SIGTERM)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import status
 from launcher.environment import scrubbed
+from launcher.watch import interrupts
 from launcher.watch import wait as wait_for_directories
 from trainer.config import ClusterConfig, ConfigError
 
@@ -52,7 +53,24 @@ def submit(runs: list[Run]) -> list[dict[str, Any]]:
             raise ConfigError(f"cluster=local is one node, parallelism.nodes={run.config.parallelism.nodes}")
         if status.is_alive(run.path, status.read_json(run.path / "job.json")):
             raise ConfigError(f"{run.path} is running already: python -m multirun status {run.path}")
-    return [_submit_one(run, text) for run, text in zip(runs, texts, strict=True)]
+    jobs: list[dict[str, Any]] = []
+    with interrupts() as seen:
+        try:
+            for run, text in zip(runs, texts, strict=True):
+                jobs.append(_submit_one(run, text))
+        except ConfigError:
+            _take_back(jobs)
+            raise
+    if seen:
+        _take_back(jobs)
+        raise KeyboardInterrupt
+    return jobs
+
+
+def _take_back(jobs: list[dict[str, Any]]) -> None:
+    """All or none: end what was submitted before something went wrong."""
+    for job in jobs:
+        status.cancel(Path(job["path"]))
 
 
 def wait(runs: list[Run]) -> int:
@@ -67,14 +85,11 @@ def _submit_one(run: Run, text: str) -> dict[str, Any]:
     (path / "logs").mkdir(exist_ok=True)
     waiting = {"state": "starting" if cluster == "local" else "queued", "step": 0, "steps": run.config.train.steps}
     status.write_json(path / "status.json", waiting)
-    if cluster == "slurm":
-        executor = _slurm_executor(run)
-        executor.folder.mkdir(exist_ok=True)
-        status.begin_attempt(path)
-        with _scrubbed_environment():
-            job_id = executor._submit_command(_task_command(run)).job_id
-    else:
-        job_id = _local_executor(path)._submit_command("").job_id
+    try:
+        job_id = _queue(run) if cluster == "slurm" else _local_executor(path)._submit_command("").job_id
+    except BaseException:
+        (path / "status.json").unlink()
+        raise
     job = {
         "key": run.key,
         "path": str(path),
@@ -85,6 +100,21 @@ def _submit_one(run: Run, text: str) -> dict[str, Any]:
     }
     status.write_json(path / "job.json", job)
     return job
+
+
+def _queue(run: Run) -> str:
+    """sbatch's job id; raises ConfigError with what sbatch said."""
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    executor = _slurm_executor(run)
+    executor.folder.mkdir(exist_ok=True)
+    status.begin_attempt(run.path)  # the log directory has to be there when SLURM opens the logs
+    try:
+        with _scrubbed_environment():
+            return executor._submit_command(_task_command(run)).job_id
+    except (FailedJobError, FailedSubmissionError) as error:
+        said = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        raise ConfigError(f"sbatch did not take {run.path / 'submission.sh'}: {said}") from error
 
 
 def _refuse_newlines(cluster: ClusterConfig) -> None:

@@ -16,6 +16,7 @@ from launcher.table import result_table
 
 _LOOK_S = 0.2
 _LINE_S = 5.0  # between lines where there is no terminal to overwrite one
+_SQUEUE_S = 15.0  # between questions to SLURM, which serves everybody
 _TAIL = 25  # lines of a traceback that are shown
 _STOPPED_S = 30.0  # a cancelled run is given this long to end before the command stops waiting for it
 EXIT_CODES = {"done": 0, "cancelled": 130}
@@ -39,15 +40,21 @@ def wait(run_dirs: list[Path], out: TextIO | None = None) -> int:
 def follow(run_dir: Path, out: TextIO, seen: list[int], name: str) -> dict[str, Any]:
     """Show one run's progress until it has ended, or until a signal in `seen` has cancelled it; returns its state."""
     line = LiveLine(out)
-    deadline = None
-    while (now := status.describe(run_dir))["state"] not in status.FINAL or status.is_held(run_dir):
+    deadline, next_question = None, time.monotonic()
+    while True:
+        ask_slurm = time.monotonic() >= next_question
+        if ask_slurm:
+            next_question = time.monotonic() + _SQUEUE_S
+        now = status.describe(run_dir, ask_slurm)
+        if now["state"] in status.FINAL and not status.is_held(run_dir):
+            break
         if seen and deadline is None:
             deadline = time.monotonic() + _STOPPED_S
             line.show(f"{name}: {status.cancel(run_dir)}", always=True)
-        if deadline is not None and time.monotonic() > deadline:
-            break
         if deadline is None:
             line.show(f"{name}  {progress(run_dir, now)}")
+        elif time.monotonic() > deadline:
+            break
         time.sleep(_LOOK_S)
     line.clear()
     return now
@@ -73,10 +80,7 @@ def progress(run_dir: Path, now: dict[str, Any]) -> str:
 
 def no_mfu(run_dir: Path) -> str:
     """Why a run has no MFU."""
-    device = status.read_json(run_dir / "run.json").get("cluster", {}).get("device", "device")
-    if device != "cpu":
-        names = status.read_json(run_dir / "environment.json").get("gpus") or ["this GPU"]
-        device = str(names[0])
+    device = status.read_json(run_dir / "status.json").get("device", "this device")
     return f"no MFU: {device} is not in the peak table"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import status
+from launcher.table import result_table
 from multirun import logs, results
 from multirun.runs import Found, find
 from trainer.config import ConfigError
@@ -78,6 +79,8 @@ def show_status(found: Sequence[Found], options: argparse.Namespace) -> None:
     for one in described:
         name = Path(one["path"]).name
         parts = [f"{name}  {one['state']}", f"step {one.get('step', 0)}/{one.get('steps', '?')}"]
+        parts += [f"loss {one['loss']:.3f}"] if "loss" in one else []
+        parts += [f"MFU {one['mfu']:.1%}"] if "mfu" in one else []
         if one["state"] not in status.FINAL and "heartbeat_age_s" in one:
             parts.append(f"heartbeat {one['heartbeat_age_s']:.0f} s ago")
         parts += [f"{words} {one[key]}" for key, words in (("attempt", "attempt"), ("job_id", "job")) if key in one]
@@ -95,8 +98,6 @@ def show_results(found: Sequence[Found], options: argparse.Namespace) -> None:
     if options.json:
         _print_json(found, rows)
     elif alone and "result" in rows[0]:
-        from launcher.table import result_table
-
         print(f"{result_table(rows[0]['result'])}\nrun directory: {rows[0]['path']}")
     else:
         results.show(rows, sys.stdout)

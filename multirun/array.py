@@ -46,7 +46,10 @@ def launch(sweep_dir: str, job_overrides: Sequence[Sequence[str]], returns: Sequ
         remove_traces(sweep)
     if problems:
         raise SystemExit(refuse(problems, len(returns), as_json))
-    code = act(prepared, choices, sweep)
+    try:
+        code = act(prepared, choices, sweep)
+    except ConfigError as error:  # sbatch or the disk
+        code = refuse([("the sweep", str(error).splitlines())], len(returns), as_json)
     if code:
         raise SystemExit(code)
 
@@ -123,7 +126,8 @@ def act(prepared: Sequence[Run], choices: Sequence[dict[str, str]], sweep: Path)
         {"key": run.key, "path": str(run.path), "overrides": choice}
         for run, choice in zip(prepared, choices, strict=True)
     ]
-    status.write_json(sweep / SWEEP, {"runs": entries})
+    before = status.read_json(sweep / SWEEP).get("runs", [])  # of a sweep that was started in the same second
+    status.write_json(sweep / SWEEP, {"runs": before + entries})
     out = sys.stderr if launch.json else sys.stdout
     print(f"sweep       {sweep}", file=out, flush=True)
     if not launch.submit:
@@ -157,23 +161,25 @@ def dry_run(prepared: Sequence[Run], choices: Sequence[dict[str, str]]) -> int:
 
 def one_after_the_other(prepared: Sequence[Run], choices: Sequence[dict[str, str]], sweep: Path, out: TextIO) -> bool:
     """Run the local ones; a failure stops only its own run. Returns whether the user stopped the sweep."""
-    for number, (run, choice) in enumerate(zip(prepared, choices, strict=True), start=1):
-        head = f"[{number}/{len(prepared)}] {name(choice)}"
-        if not run.submit:
-            print(f"{head}: {run.state} before", file=out, flush=True)
-        if not run.submit or run.config.cluster.name != "local":
-            continue
-        if (sweep / status.CANCEL).exists():
-            return True
-        with watch.interrupts() as interrupts:
-            if interrupts:
+    with watch.interrupts() as seen:
+        for number, (run, choice) in enumerate(zip(prepared, choices, strict=True), start=1):
+            head = f"[{number}/{len(prepared)}] {name(choice)}"
+            if not run.submit:
+                print(f"{head}: already {run.state}", file=out, flush=True)
+            if not run.submit or run.config.cluster.name != "local":
+                continue
+            if seen or (sweep / status.CANCEL).exists():
                 return True
-            submit.submit([run])
-            end = watch.follow(run.path, out, interrupts, head)
-        print(f"{head}: {end['state']}" + (f": {end['reason']}" if "reason" in end else ""), file=out, flush=True)
-        if end["state"] == "cancelled" and interrupts:
-            return True
-    return False
+            try:
+                submit.submit([run])
+            except KeyboardInterrupt:
+                return True
+            except ConfigError as error:  # another command has started it meanwhile
+                print(f"{head}: {error}", file=out, flush=True)
+                continue
+            end = watch.follow(run.path, out, seen, head)
+            print(f"{head}: {end['state']}" + (f": {end['reason']}" if "reason" in end else ""), file=out, flush=True)
+    return bool(seen)
 
 
 def report(
@@ -190,6 +196,7 @@ def report(
     elif len(jobs) < len(prepared) or prepared[0].config.launch.wait == "true":
         print(file=out)
         results.show(found, out)
-    if interrupted:
-        return 130
-    return int(any(one["state"] in ("failed", "cancelled", "preempted", "lost") for one in found))
+    failed = any(one["state"] in ("failed", "cancelled", "preempted", "lost") for one in found)
+    if failed or interrupted:
+        print("\nlaunch.again=failed tries again what failed, and starts what was not started", file=out, flush=True)
+    return 130 if interrupted else int(failed)

@@ -367,6 +367,30 @@ def test_sbatch_gets_the_script_and_a_clean_environment(make_run, tmp_path, monk
     (run.path / "job.json").unlink()  # nothing to cancel here
 
 
+def test_when_sbatch_refuses_one_run_the_others_are_taken_back(make_run, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    sbatch = f"#!/bin/bash\nif [ -e {tmp_path}/once ]; then echo 'invalid partition' >&2; exit 1; fi\n"
+    sbatch += f"touch {tmp_path}/once\necho Submitted batch job 4711\n"
+    for name, text in {"sbatch": sbatch, "scancel": f"#!/bin/bash\necho $@ > {tmp_path}/cancelled\n"}.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    runs = [make_run("fine", **SLURM), make_run("fine", **SLURM)]
+    with pytest.raises(ConfigError, match="invalid partition"):
+        submit.submit(runs)
+    assert (tmp_path / "cancelled").read_text() == "4711\n"
+    assert status.describe(runs[1].path)["state"] == "frozen"
+    (runs[0].path / "job.json").unlink()
+
+
+def test_a_script_that_cannot_start_is_lost_and_its_own_log_says_why(make_run):
+    run = make_run("fine")
+    shutil.rmtree(run.snapshot)
+    submit.submit([run])
+    now = end(run)
+    assert now["state"] == "lost" and str(run.snapshot) in Path(now["log"]).read_text()
+
+
 def test_without_sbatch_slurm_is_refused_before_anything_is_written(make_run, monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     run = make_run("fine", **SLURM)

@@ -38,7 +38,7 @@ def test_a_sweep_runs_all_and_reports_the_failed_ones(project):
     assert groups == {project.run_dirs()[0].parent.name}
 
     again = project.launch("--multirun", "train.seed=1,5")
-    assert again.returncode == 0 and again.stdout.count("done before") == 2 and "6.000" in again.stdout
+    assert again.returncode == 0 and again.stdout.count("already done") == 2 and "6.000" in again.stdout
 
 
 def test_a_sweep_with_bad_runs_is_refused_whole(project):
@@ -64,6 +64,28 @@ def test_a_dry_sweep_writes_nothing(project):
     assert len({plan["key"] for plan in json.loads(done.stdout)}) == 2
     text = project.launch("--multirun", "train.seed=1,2", "launch.dry_run=true")
     assert text.stdout.count("exec ") == 2 and not project.runs.exists()
+
+
+def test_a_frozen_sweep_prints_how_to_start_each_run(project):
+    done = project.launch("--multirun", "train.seed=1,2", "launch.submit=false")
+    assert done.returncode == 0 and done.stdout.count("torchrun --nproc-per-node 2 -m trainer") == 2
+    assert [status.describe(path)["state"] for path in project.run_dirs()] == ["frozen", "frozen"]
+
+
+def test_sbatch_gets_a_whole_sweep_or_none_of_it(project, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/bash\n[ -e no ] && exit 1\necho Submitted batch job $RANDOM\n")
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    sweep = ["cluster=slurm", "cluster.device=cpu", "--multirun", "train.seed=1,2", "launch.json=true"]
+    path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
+    (project.root / "no").touch()
+    refused = project.launch(*sweep, PATH=path)
+    assert refused.returncode == 2 and "sbatch did not take" in json.loads(refused.stdout)["refused"][0]["problems"][0]
+    (project.root / "no").unlink()
+    queued = project.launch(*sweep, PATH=path)
+    assert queued.returncode == 0, queued.stderr
+    assert [one["state"] for one in json.loads(queued.stdout)] == ["queued", "queued"]
+    assert all(one["job_id"].isdigit() for one in json.loads(queued.stdout))
 
 
 def test_a_json_sweep_prints_one_list(project):
