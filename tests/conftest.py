@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,8 @@ def _rank_main(function, arguments, rank, world_size, store_file, results):
     try:
         store = dist.FileStore(store_file, world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        results.put((rank, function(*arguments), None))
+        # Pickled here: tensors sent as such share memory with this process, which may end before they are read.
+        results.put((rank, pickle.dumps(function(*arguments)), None))
         dist.barrier()  # nobody tears the connections down while another still talks
     except BaseException:  # the test shows it
         results.put((rank, None, traceback.format_exc()))
@@ -64,6 +66,6 @@ def ranks(_forkserver, tmp_path) -> Callable[..., list[Any]]:
         finally:
             for process in processes:
                 process.kill()
-        return [answer for _, answer, _ in sorted(answers, key=lambda a: a[0])]
+        return [pickle.loads(answer) for _, answer, _ in sorted(answers, key=lambda a: a[0])]
 
     return run

@@ -48,6 +48,7 @@ def build_model(config: RunConfig, mesh: Mesh) -> tuple[Qwen3, str]:
     apply_compile(model, config.compile.mode)
     chosen = shard(model, mesh, DTYPES[config.train.grad_dtype])
     model.to_empty(device=mesh.device)
+    model.tie_weights()
     init_weights(model, config.train.seed, mesh.ep_rank)
     return model, chosen
 

@@ -115,7 +115,11 @@ class Qwen3(nn.Module):
         self.layers = nn.ModuleList(Block(config, i, ep, ep_group) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make a tied head the embedding; again after Module.to_empty, which takes shared parameters apart."""
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(

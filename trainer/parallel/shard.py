@@ -33,7 +33,7 @@ def shard(model: nn.Module, mesh: Mesh, grad_dtype: torch.dtype) -> str:
         return "one rank: no FSDP"
     experts = {p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
     arguments = {"mesh": mesh.dense, "mp_policy": MixedPrecisionPolicy(reduce_dtype=grad_dtype)}
-    if not experts:
+    if not experts or mesh.ep == 1:
         chosen = f"FSDP2 over {mesh.dense.size()} ranks"
     elif mesh.experts.size() == 1:
         arguments["ignored_params"] = experts

@@ -1,0 +1,1 @@
+"""Weights and states on disk."""
