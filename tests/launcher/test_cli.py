@@ -1,9 +1,9 @@
 """The command as a user meets it: exit codes, one clear line, JSON, nothing left behind, and fast."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -214,10 +214,11 @@ def test_a_whole_command_imports_neither_torch_nor_wandb(command, tmp_path):
     ],
 )
 def test_it_is_fast(command, arguments, limit_s):
-    """The best of three: other tests share the machine."""
+    """In CPU seconds, the best of three: other tests share the machine."""
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command(*arguments)
-        seconds.append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < limit_s, seconds
