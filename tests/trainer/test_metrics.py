@@ -300,6 +300,15 @@ def test_heartbeat_goes_on_between_steps_and_ends_with_the_run(tmp_path):
     assert status(tmp_path) == last
 
 
+def test_files_are_replaced_not_rewritten(tmp_path):
+    """Who has opened the status reads one whole version of it, as does who opens it after a kill."""
+    recorder = record(tmp_path, range(1, 2))
+    with (tmp_path / "status.json").open() as reader:
+        recorder.row(2, {})
+        assert json.load(reader)["step"] == 1
+    recorder.finish("done", {})
+
+
 def test_status_that_cannot_be_written_warns_once_and_stops_nothing(tmp_path, capsys):
     recorder = record(tmp_path, range(1, 2))
     (tmp_path / "status.json").unlink()

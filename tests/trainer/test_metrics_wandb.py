@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import wandb
 
 from trainer.config import LoggingConfig, ModelConfig, RunConfig, TrainConfig, to_dict
 from trainer.metrics.files import read_rows
@@ -27,18 +29,20 @@ def config_of(mode: str, **logging) -> RunConfig:
 
 
 @pytest.fixture
-def run_dir(tmp_path, monkeypatch) -> Path:
+def run_dir(tmp_path, monkeypatch) -> Iterator[Path]:
     """A run directory, and a machine without a W&B account."""
     for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / RUN).mkdir()
-    return tmp_path / RUN
+    wandb.teardown()  # it reads its environment once in a process
+    yield tmp_path / RUN
+    wandb.teardown()
 
 
-def read_back(run_dir: Path) -> dict[str, list[dict]]:
+def read_back(run_dir: Path, directory: str = "*run-*") -> dict[str, list[dict]]:
     """Records of the only W&B file of a run, by type."""
-    (path,) = run_dir.glob("wandb/*run-*/*.wandb")
+    (path,) = run_dir.glob(f"wandb/{directory}/*.wandb")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     records = {}
@@ -128,11 +132,16 @@ def test_missing_package_is_one_warning(run_dir, monkeypatch, capsys):
     assert len(read_rows(run_dir / "metrics.jsonl")) == 3
 
 
-def test_online_without_a_key_is_one_warning_and_an_offline_file(run_dir, capsys):
+@pytest.mark.parametrize("key, said", [("", "API key"), ("0" * 40, "connection refused")], ids=["no key", "no network"])
+def test_online_that_cannot_be_is_one_warning_and_an_offline_file(run_dir, capsys, monkeypatch, key, said):
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+        monkeypatch.setattr("trainer.metrics.wandb_run.INIT_TIMEOUT_S", 1.0)
     logged(run_dir, range(1, 4), config_of("online")).finish("done", {})
     error = capsys.readouterr().err
-    assert error.count("warning: ") == 1 and "wandb sync" in error and "API key" in error
-    assert [row["train/step"] for row in history(read_back(run_dir))] == [1, 2, 3]
+    assert error.count("warning: ") == 1 and "wandb sync" in error and said in error
+    assert [row["train/step"] for row in history(read_back(run_dir, "offline-run-*"))] == [1, 2, 3]
 
 
 def test_init_that_fails_is_one_warning(run_dir, capsys):
