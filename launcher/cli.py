@@ -6,6 +6,7 @@ Exit codes: 0 done (or handed over), 1 a run failed, 2 refused: nothing was writ
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,7 @@ REFUSED = 2
 
 def main() -> None:
     """Read sys.argv, run, and leave with the exit code."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this command quietly, as it ends any other
     try:
         if overrides.help_wanted(sys.argv[1:]):
             directories = overrides.directories_of(overrides.split_flags(sys.argv[1:])[0], CONF)

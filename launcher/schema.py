@@ -50,18 +50,30 @@ def sections() -> tuple[str, ...]:
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """The most similar word, or one whose last part is the same; None where nothing is similar."""
-    words = list(words)
-    last = word.rpartition(".")[2]
-    same_end = [w for w in words if w.rpartition(".")[2] == last]
-    close = difflib.get_close_matches(word, same_end or words, n=1, cutoff=0.0 if same_end else 0.6)
+    """The most similar word; None where nothing is similar."""
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return close[0] if close else None
+
+
+def nearest_key(path: str, known: Iterable[str]) -> str | None:
+    """The key that was probably meant: by its name in the same section, else by its name in any, else by all of it."""
+    known = list(known)
+    section, dot, name = path.rpartition(".")
+    by_name: dict[str, str] = {}
+    for key in sorted(known, key=lambda key: not key.startswith(f"{section}.")):
+        by_name.setdefault(key.rpartition(".")[2], key)  # its own section comes first
+    inside = [key.rpartition(".")[2] for key in known if dot and key.startswith(f"{section}.")]
+    if near := nearest(name, inside):
+        return f"{section}.{near}"
+    if inside and name not in by_name:
+        return None
+    return by_name.get(name) or nearest(path, [key for key in known if "." in key or not dot])
 
 
 def unknown_key(path: str, known: Iterable[str]) -> str:
     """The line that refuses a key and names the nearest one, or what its section has."""
     known = list(known)
-    near = nearest(path, known)
+    near = nearest_key(path, known)
     if near:
         return f"{path}: unknown key, did you mean {near}?"
     section = path.partition(".")[0]

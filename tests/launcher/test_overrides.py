@@ -161,6 +161,11 @@ def test_an_unknown_key_is_refused_with_the_nearest_also_with_a_plus(argument, n
     assert "\n" not in line and f"did you mean {near}?" in line
 
 
+def test_where_nothing_is_near_the_sections_keys_are_listed():
+    assert "optimizer has name, lr, weight_decay" in refusal("+optimizer.zzz=1")
+    assert "sections are model, parallelism" in refusal("zzz.zzz=1")
+
+
 def test_every_refusal_of_a_command_line_is_listed():
     assert len(refusal("offload=nope", "optimizer.lrr=1", "model.optim_cpu_offload=true", "ac=full").splitlines()) == 3
 
