@@ -80,7 +80,8 @@ def _topology() -> list[str] | None:
         shown = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=False)
     except subprocess.TimeoutExpired:  # a sick driver must not hold up the start
         return None
-    return shown.stdout.splitlines() if shown.returncode == 0 else None
+    plain = re.sub(r"\x1b\[\d*m", "", shown.stdout)  # it underlines its header
+    return plain.splitlines() if shown.returncode == 0 else None
 
 
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
