@@ -1,0 +1,244 @@
+"""Layouts change nothing: every gradient, the norm and the weights after 5 steps equal one process's (fp32)."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from trainer.build import build
+from trainer.config import ConfigError, ModelConfig, OptimizerConfig, ParallelismConfig, RunConfig, from_dict, to_dict
+from trainer.data import Batch
+from trainer.models.moe import Experts, Router
+from trainer.parallel import local
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.shard import local_rows
+from trainer.step import NonFiniteError, forward_backward, refuse_nonfinite
+
+SEQ = 24
+MODEL = ModelConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=48,
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, vocab_size=64, router_aux_loss_coef=0.01,
+    initializer_range=0.2,
+)  # fmt: skip
+
+
+def make_config(world, ep, dp_replicate=1, **groups):
+    """A run on `world` ranks, written as run.json would hold it."""
+    run = RunConfig(
+        model=groups.pop("model", MODEL),
+        parallelism=ParallelismConfig(
+            nodes=1, gpus_per_node=world, dp_replicate=dp_replicate, dp_shard=world // dp_replicate, ep=ep
+        ),
+        optimizer=OptimizerConfig(lr=1e-2, clip_norm=0.5),
+    )
+    data = to_dict(run)
+    for key, value in {"offload": "none", "ac": "none", "compile": "none", **groups}.items():
+        data[key]["mode"] = value
+    data["train"]["param_dtype"] = "fp32"
+    return to_dict(from_dict(data))
+
+
+def make_batch(step, index):
+    """Micro-batch `index` of a step: packed documents, padding, and very uneven numbers of supervised tokens."""
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    input_ids = torch.randint(0, 64, (1, SEQ), generator=generator)
+    labels = torch.randint(0, 64, (1, SEQ), generator=generator)
+    labels[0, [1, 5, 23, 0][index % 4] :] = -100  # 1, 5, 23 and 0 supervised tokens
+    document_ids = torch.tensor([[0] * 9 + [1] * 11 + [-1] * 4])
+    position_ids = torch.cat((torch.arange(9), torch.arange(11), torch.zeros(4, dtype=torch.long)))[None]
+    return Batch(input_ids=input_ids, labels=labels, position_ids=position_ids, document_ids=document_ids)
+
+
+def whole(name, parameter, tensor, mesh):
+    """The full tensor behind this rank's part: rows of FSDP, then experts of the expert-parallel ranks."""
+    if isinstance(parameter, DTensor):
+        tensor = DTensor.from_local(
+            tensor, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+        ).full_tensor()
+    if ".experts." in name and mesh.ep > 1:
+        parts = [torch.empty_like(tensor) for _ in range(mesh.ep)]
+        dist.all_gather(parts, tensor.contiguous(), group=mesh.ep_group)
+        tensor = torch.cat(parts)
+    return tensor.clone()
+
+
+def routing_of(model, batch):
+    """Expert ids and the smallest gap between the last chosen and the first refused probability."""
+    seen = []
+    hooks = [m.register_forward_hook(lambda *c: seen.append(c[-1])) for m in model.modules() if isinstance(m, Router)]
+    with torch.no_grad():
+        model(batch.input_ids, batch.position_ids, batch.document_ids)
+    for hook in hooks:
+        hook.remove()
+    ids = torch.stack([ids for _, ids, _ in seen])
+    ordered = torch.stack([probabilities.sort(descending=True).values for _, _, probabilities in seen])
+    return ids, (ordered[..., ids.shape[-1] - 1] - ordered[..., ids.shape[-1] :].amax(-1)).min().item()
+
+
+def five_steps(config_dict, micro_batches=4):
+    """Train 5 steps of 4 micro-batches; returns losses, norms, first gradients, last weights, counts and routing."""
+    config = from_dict(config_dict)
+    mesh = build_mesh(config.parallelism, torch.device("cpu"))
+    model, optimizer, chosen = build(config, mesh)
+    losses, norms, first = [], [], {}
+    per_rank = micro_batches // mesh.world_size
+    for step in range(5):
+        batches = [make_batch(step, m * mesh.world_size + mesh.rank) for m in range(per_rank)]
+        totals = forward_backward(model, batches, config, mesh)
+        norm = optimizer.grad_norm()
+        refuse_nonfinite(step + 1, totals, norm.item(), optimizer, mesh)
+        if step == 0:
+            accumulated = optimizer.gradients()
+            for name, parameter in model.named_parameters():
+                first[name] = whole(name, parameter, accumulated[name], mesh)
+            counts = totals.tokens_per_expert
+        optimizer.clip(norm)
+        optimizer.step(config.optimizer.lr)
+        optimizer.zero_grad()
+        losses.append(totals.loss)
+        norms.append(norm.item())
+    weights = {name: whole(name, p, local(p), mesh) for name, p in model.named_parameters()}
+    ids, margin = routing_of(model, make_batch(99, 2))
+    return dict(
+        losses=losses, norms=norms, gradients=first, weights=weights, counts=counts, ids=ids, margin=margin, chosen=chosen
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield five_steps(make_config(1, 1))
+    finally:
+        dist.destroy_process_group()
+
+
+LAYOUTS = {
+    "fsdp2": (2, 1, 1),
+    "fsdp2_ep2": (2, 2, 1),
+    "fsdp4_ep2": (4, 2, 1),
+    "fsdp4_ep4": (4, 4, 1),
+    "hsdp2x2_ep2": (4, 2, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_equals_one_process(ranks, reference, layout):
+    results = ranks(LAYOUTS[layout][0], five_steps, make_config(*LAYOUTS[layout]))
+    assert reference["margin"] > 1e-5  # far over the rounding of fp32 probabilities
+    for result in results:
+        assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+        assert result["norms"] == pytest.approx(reference["norms"], rel=1e-5)
+        assert result["norms"] == results[0]["norms"]
+        assert min(result["norms"]) > 0.5  # clipping was active
+        assert torch.equal(result["ids"], reference["ids"])
+        assert result["counts"] == reference["counts"]
+        for name, gradient in reference["gradients"].items():
+            torch.testing.assert_close(
+                result["gradients"][name], gradient, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"gradient {n}: {m}"
+            )
+            torch.testing.assert_close(
+                result["weights"][name], reference["weights"][name], rtol=1e-4, atol=1e-5,
+                msg=lambda m, n=name: f"weight {n}: {m}",
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputation_changes_nothing_bitwise(ranks, mode):
+    plain, recomputed = (ranks(2, five_steps, make_config(2, 2, ac=m))[0] for m in ("none", mode))
+    assert plain["losses"] == recomputed["losses"] and plain["norms"] == recomputed["norms"]
+    assert plain["counts"] == recomputed["counts"]
+    assert all(torch.equal(plain["weights"][n], recomputed["weights"][n]) for n in plain["weights"])
+
+
+def test_tokens_per_expert_count_every_choice_once(reference):
+    real_tokens = 4 * 20  # four micro-batches of 20 real tokens
+    assert [sum(layer) for layer in reference["counts"]] == [real_tokens * 2] * 2
+
+
+def _forced_routing(config_dict, tied):
+    """All router scores tied; or every token made to take experts 0 and 1, which are on the first rank."""
+    config = from_dict(config_dict)
+    mesh = build_mesh(config.parallelism, torch.device("cpu"))
+    model, optimizer, _ = build(config, mesh)
+    for module in model.modules():
+        if isinstance(module, Router):
+            weight, (start, stop) = local(module.weight), local_rows(module.weight)
+            module.register_forward_pre_hook(lambda router, inputs: (inputs[0].abs(),))
+            first_two = torch.arange(start, stop)[:, None] < 2
+            weight.copy_(torch.zeros(()) if tied else torch.where(first_two, 1.0, -1.0).expand_as(weight))
+    totals = forward_backward(model, [make_batch(0, m) for m in (1, 2)], config, mesh)
+    experts = {name: g.clone() for name, g in optimizer.gradients().items() if ".experts." in name}
+    return totals.tokens_per_expert, experts, totals.loss
+
+
+def test_a_rank_without_tokens_goes_on_and_its_experts_get_exactly_zero(ranks):
+    (counts, first, _), (_, second, _) = ranks(2, _forced_routing, make_config(2, 2, ac="full"), False)
+    assert all(sum(layer[2:]) == 0 for layer in counts)
+    assert all(g[:2].abs().max() > 0 and g[2:].abs().max() == 0 for g in first.values())
+    assert all(g.abs().max() == 0 for g in second.values())
+
+
+def test_tied_router_scores_recompute_to_the_same_experts(ranks):
+    plain, recomputed = (ranks(2, _forced_routing, make_config(2, 2, ac=mode), True) for mode in ("none", "full"))
+    for (counts, gradients, loss), (counts_again, gradients_again, loss_again) in zip(plain, recomputed, strict=True):
+        assert counts == counts_again and loss == loss_again
+        assert all(torch.equal(gradients[name], gradients_again[name]) for name in gradients)
+
+
+def _empty_shards(config_dict):
+    config = from_dict(config_dict)
+    mesh = build_mesh(config.parallelism, torch.device("cpu"))
+    model, optimizer, _ = build(config, mesh)
+    sizes = [p._local_tensor.shape[0] for m in model.modules() if isinstance(m, Experts) for p in m.parameters()]
+    totals = forward_backward(model, [make_batch(0, mesh.rank)], config, mesh)
+    norm = optimizer.grad_norm()
+    optimizer.clip(norm)
+    optimizer.step(0.01)
+    return sizes, totals.loss, norm.item()
+
+
+def test_more_ranks_than_experts_to_shard(ranks):
+    """4 ranks, ep 2, one expert per expert-parallel rank: half of the ranks hold no expert rows."""
+    model = dataclasses.replace(MODEL, num_experts=2, num_experts_per_tok=1)
+    results = ranks(4, _empty_shards, make_config(4, 2, model=model))
+    assert sorted(sum(sizes) for sizes, _, _ in results) == [0, 0, 4, 4]
+    (expected,) = ranks(1, five_steps, make_config(1, 1, model=model))
+    for _, loss, norm in results:
+        assert loss == pytest.approx(expected["losses"][0], rel=1e-5)
+        assert norm == pytest.approx(expected["norms"][0], rel=1e-5)
+
+
+def _nonfinite(config_dict):
+    config = from_dict(config_dict)
+    mesh = build_mesh(config.parallelism, torch.device("cpu"))
+    model, optimizer, _ = build(config, mesh)
+    totals = forward_backward(model, [make_batch(0, mesh.rank)], config, mesh)
+    if mesh.rank == 1:
+        optimizer.gradients()["layers.1.self_attn.q_proj.weight"][0, 0] = float("inf")
+    try:
+        refuse_nonfinite(7, totals, optimizer.grad_norm().item(), optimizer, mesh)
+    except NonFiniteError as error:
+        return str(error)
+
+
+def test_one_infinite_gradient_stops_all_ranks_and_is_named(ranks):
+    messages = ranks(2, _nonfinite, make_config(2, 2))
+    assert len(set(messages)) == 1
+    assert "step 7" in messages[0] and "rank 1: layers.1.self_attn.q_proj.weight" in messages[0]
+    assert "rank 0:" not in messages[0]
+
+
+def _wrong_world(config_dict):
+    try:
+        build_mesh(from_dict(config_dict).parallelism, torch.device("cpu"))
+    except ConfigError as error:
+        return str(error)
+
+
+def test_a_job_of_another_size_is_refused(ranks):
+    (message, _) = ranks(2, _wrong_world, make_config(4, 2))
+    assert "2 ranks" in message and "asks for 4" in message

@@ -1,0 +1,70 @@
+"""One micro-batch of packed rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+IGNORE = -100  # a label that is not supervised
+PADDING = -1  # the document id of padding
+
+
+class DataError(Exception):
+    """The data cannot be trained on; the text says what is there and what is needed."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """int64 tensors [B, S]. labels[i] is the target of position i; positions restart with each document.
+
+    document_ids None: every row is one document that fills it. The two counts are taken once, on the host.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+    document_ids: torch.Tensor | None
+    supervised_tokens: int = -1
+    real_tokens: int = -1
+
+    def __post_init__(self):
+        if self.supervised_tokens < 0:
+            object.__setattr__(self, "supervised_tokens", int((self.labels != IGNORE).sum()))
+        if self.real_tokens < 0:
+            ids = self.document_ids
+            object.__setattr__(self, "real_tokens", self.labels.numel() if ids is None else int((ids != PADDING).sum()))
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device; does not wait for it."""
+        if device.type == "cpu":
+            return self
+        moved = {
+            name: tensor.pin_memory().to(device, non_blocking=True)
+            for name in ("input_ids", "labels", "position_ids", "document_ids")
+            if (tensor := getattr(self, name)) is not None
+        }
+        return dataclasses.replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence as int64 arrays [S]; document_ids None: one document fills it."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    position_ids: np.ndarray
+    document_ids: np.ndarray | None
+
+
+def collate(rows: list[Row]) -> Batch:
+    """Stack rows of one kind into a batch."""
+
+    def stack(name: str) -> torch.Tensor:
+        return torch.from_numpy(np.stack([getattr(row, name) for row in rows]))
+
+    packed = rows[0].document_ids is not None
+    names = ("input_ids", "labels", "position_ids") + (("document_ids",) if packed else ())
+    return Batch(**{"document_ids": None, **{name: stack(name) for name in names}})

@@ -1,0 +1,117 @@
+"""What the training loop tells the world: one row per step, and the result at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from trainer.compile import graph_breaks
+from trainer.config import RunConfig
+from trainer.flops import flops_at_length, flops_per_token
+from trainer.metrics.environment import device_name, environment, host_memory_gib, peak_memory_gib
+from trainer.metrics.files import read_rows
+from trainer.metrics.peak import resolve_peak
+from trainer.metrics.rates import build_result, rates
+from trainer.metrics.recorder import Recorder
+from trainer.parallel.mesh import Mesh
+from trainer.state import TrainState
+from trainer.step import StepTotals
+
+
+class Report:
+    """A context around the run: whatever leaves it is recorded as its end. Rank 0 writes."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, mesh: Mesh):
+        self._config, self._run_dir, self._mesh = config, run_dir, mesh
+        self._name = device_name(mesh.device)
+        attempt = max(1, sum(1 for _ in run_dir.glob("logs/attempt_*")))
+        self._recorder = Recorder(run_dir, config, mesh.rank, mesh.world_size, self._name, attempt)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._recorder.finish("failed", error=f"{kind.__name__}: {error}")
+
+    def start(self, lines: list[str]) -> None:
+        """The first step begins; `lines` say what was built. All ranks call it."""
+        self._peak, self._peak_source = resolve_peak(self._config.benchmark.peak_flops, self._name, self._mesh.device)
+        information = environment()
+        information["hosts"] = self._mesh.gather(information["host"])
+        self._recorder.start(information)
+        if self._mesh.rank == 0:
+            peak = f"{self._peak:.4g} FLOP/s, {self._peak_source}" if self._peak else f"no MFU: {self._peak_source}"
+            print(*lines, f"device: {self._name}; {peak}", sep="\n", flush=True)
+
+    def step(
+        self,
+        state: TrainState,
+        totals: StepTotals,
+        grad_norm: float,
+        lr: float,
+        times: dict[str, float],
+        eval_loss: float | None,
+    ) -> None:
+        """Record the step that just ended."""
+        config, world_size = self._config, self._mesh.world_size
+        step_time_s = sum(times.values())
+        positions = totals.real_tokens + totals.padded_tokens
+        flops = flops_at_length(config, totals.squared_document_len / positions)
+        row = {
+            "loss": totals.loss,
+            "aux_loss": totals.aux_loss if totals.tokens_per_expert else None,
+            "eval_loss": eval_loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "epoch": state.data.epoch,
+            "supervised_tokens": totals.supervised_tokens,
+            "real_tokens": totals.real_tokens,
+            "padded_tokens": totals.padded_tokens,
+            "step_time_s": step_time_s,
+            **times,
+            **rates(config, flops, self._peak, step_time_s, positions // world_size, totals.real_tokens),
+            "peak_memory_gib": peak_memory_gib(self._mesh.device).get("allocated"),
+            "load_balance_max_over_mean": max(totals.load_balance, default=None),
+            **{f"load_balance/{layer}": value for layer, value in self._load_by_layer(totals)},
+        }
+        self._recorder.row(state.step, row)
+        if self._mesh.rank == 0:
+            loss = f"loss {totals.loss:.4f}" if totals.supervised_tokens else "0 supervised tokens, no update"
+            print(
+                f"step {state.step}/{config.train.steps}  {loss}  grad_norm {grad_norm:.4f}  {step_time_s:.3f} s",
+                flush=True,
+            )
+
+    def _load_by_layer(self, totals: StepTotals) -> zip:
+        model = self._config.model
+        sparse = (layer for layer in range(model.num_hidden_layers) if model.is_sparse(layer))
+        return zip(sparse, totals.load_balance, strict=True)
+
+    def finish(self, state: TrainState) -> None:
+        """Write the result of a run that has done all its steps. All ranks call it."""
+        config, device = self._config, self._mesh.device
+        memory = {name: self._largest(value) for name, value in peak_memory_gib(device).items()}
+        host = self._largest(host_memory_gib())
+        if self._mesh.rank == 0:
+            result = build_result(
+                config,
+                read_rows(self._run_dir / "metrics.jsonl"),
+                flops_per_token(config),
+                self._peak,
+                self._peak_source,
+                peak_memory_gib=memory or None,
+                host_memory_gib=host,
+                notes={"data": ", ".join(f"{name} {count}" for name, count in state.data.counts.items())},
+            )
+            if config.compile.mode != "none":
+                result["graph_breaks"] = graph_breaks()
+            self._recorder.finish("done", result)
+        dist.barrier()  # the result is written before any rank ends
+
+    def _largest(self, value: float) -> float:
+        """Over all ranks."""
+        return self._mesh.all_reduce(torch.tensor(value, device=self._mesh.device), dist.ReduceOp.MAX).item()

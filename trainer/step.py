@@ -1,0 +1,103 @@
+"""The verbs of one optimizer step. Each decision before a collective rests on an all-reduced value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from trainer.config import RunConfig
+from trainer.data import Batch
+from trainer.models.moe import auxiliary_loss
+from trainer.models.qwen3 import Qwen3
+from trainer.optim.slabs import SlabOptimizer
+from trainer.parallel.mesh import Mesh
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradients are not finite; the weights were not touched."""
+
+
+@dataclass
+class StepTotals:
+    """Sums over the micro-batches of all ranks."""
+
+    loss_sum: float
+    aux_loss: float  # mean over micro-batches, before its coefficient
+    supervised_tokens: int
+    real_tokens: int
+    padded_tokens: int
+    squared_document_len: int  # over the documents; prices causal attention
+    tokens_per_expert: list[list[float]] = field(default_factory=list)  # [sparse layer][expert]
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.supervised_tokens if self.supervised_tokens else math.nan
+
+    @property
+    def load_balance(self) -> list[float]:
+        """Most loaded expert over the mean, per sparse layer."""
+        return [max(layer) * len(layer) / max(sum(layer), 1.0) for layer in self.tokens_per_expert]
+
+
+def forward_backward(model: Qwen3, batches: list[Batch], config: RunConfig, mesh: Mesh) -> StepTotals:
+    """Accumulate the gradients of the step: token losses over the step's global number of supervised tokens.
+
+    The auxiliary loss of Hugging Face is the mean over all micro-batches of all ranks, so it counts once per step.
+    """
+    counts = torch.tensor([batch_counts(batch) for batch in batches], dtype=torch.float64).sum(0).to(mesh.device)
+    mesh.all_reduce(counts)
+    per_token = counts[0].clamp_min(1).reciprocal().float()
+    per_micro_batch = 1.0 / (len(batches) * mesh.world_size)
+    coefficient = config.model.router_aux_loss_coef
+
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    experts = []
+    for batch in (batch.to(mesh.device) for batch in batches):
+        loss_sum, statistics = model(batch.input_ids, batch.position_ids, batch.document_ids, batch.labels)
+        objective = loss_sum * per_token
+        sums[0] += loss_sum.detach()
+        if statistics:
+            real = torch.tensor(batch.real_tokens, device=mesh.device)
+            auxiliary = auxiliary_loss(statistics, real) * per_micro_batch
+            objective = objective + coefficient * auxiliary
+            sums[1] += auxiliary.detach()
+            experts.append(torch.stack([layer.tokens_per_expert.detach() for layer in statistics]))
+        objective.backward()
+    mesh.all_reduce(sums)
+    tokens_per_expert = mesh.all_reduce(torch.stack(experts).sum(0)).tolist() if experts else []
+    return StepTotals(*sums.tolist(), *(int(c) for c in counts.tolist()), tokens_per_expert)
+
+
+def batch_counts(batch: Batch) -> list[int]:
+    """Supervised, real and padded tokens, and the sum of squared document lengths (sum of 2 p + 1 over positions)."""
+    real = (
+        batch.document_ids >= 0 if batch.document_ids is not None else torch.ones_like(batch.labels, dtype=torch.bool)
+    )
+    squared = int(((2 * batch.position_ids + 1) * real).sum())
+    return [batch.supervised_tokens, batch.real_tokens, real.numel() - batch.real_tokens, squared]
+
+
+def refuse_nonfinite(step: int, totals: StepTotals, norm: float, optimizer: SlabOptimizer, mesh: Mesh) -> None:
+    """Stop every rank before the update if the all-reduced loss or gradient norm is not finite."""
+    loss_ok = math.isfinite(totals.loss_sum) and math.isfinite(totals.aux_loss)
+    if loss_ok and math.isfinite(norm):
+        return
+    names = mesh.gather(optimizer.nonfinite_parameters()[:5])
+    found = "; ".join(f"rank {rank}: {', '.join(bad)}" for rank, bad in enumerate(names) if bad)
+    raise NonFiniteError(
+        f"step {step}: loss {totals.loss}, gradient norm {norm}; the weights are those of step {step - 1}. "
+        f"Non-finite gradients: {found or 'none on any rank, the norm overflowed'}"
+    )
+
+
+@torch.no_grad()
+def evaluate(model: Qwen3, batches: list[Batch], mesh: Mesh) -> float:
+    """Mean loss over the supervised tokens of the held-out batches of all ranks."""
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    for batch in (batch.to(mesh.device) for batch in batches):
+        loss_sum, _ = model(batch.input_ids, batch.position_ids, batch.document_ids, batch.labels)
+        sums += torch.stack((loss_sum.double(), sums.new_tensor(batch.supervised_tokens)))
+    loss_sum, tokens = mesh.all_reduce(sums).tolist()
+    return loss_sum / tokens if tokens else math.nan
