@@ -19,6 +19,7 @@ FINAL = ("done", "failed", "cancelled", "preempted", "lost")
 LOCK = ".supervisor.lock"  # held by launcher.local for as long as it lives: no process id can be mistaken for it
 CANCEL = "cancel.json"
 _START_S = 15.0  # within it a submitted job may not hold its lock yet
+_TAIL_BYTES = 65536
 _SILENT_S = 300.0  # a heartbeat older than this is worth a word
 
 
@@ -37,15 +38,17 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     partial.rename(path)
 
 
-def last_row(run_dir: Path) -> dict[str, Any]:
-    """The newest complete row of metrics.jsonl; empty before the first step."""
+def last_rows(run_dir: Path, count: int) -> list[dict[str, Any]]:
+    """The newest complete rows of metrics.jsonl, oldest first; none before the first step."""
     try:
         with open(run_dir / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]  # what follows the last line end is still being written
     except FileNotFoundError:
-        return {}
-    return json.loads(lines[-1]) if lines else {}
+        return []
+    cut = 1 if size > _TAIL_BYTES else 0
+    return [json.loads(line) for line in lines[cut:][-count:]]
 
 
 def failures(run_dir: Path) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from launcher.table import result_table
 _LOOK_S = 0.2
 _LINE_S = 5.0  # between lines where there is no terminal to overwrite one
 _SQUEUE_S = 15.0  # between questions to SLURM, which serves everybody
+_RECENT = 10  # steps whose mean time says how long the rest will take
 _TAIL = 25  # lines of a traceback that are shown
 _STOPPED_S = 30.0  # a cancelled run is given this long to end before the command stops waiting for it
 EXIT_CODES = {"done": 0, "cancelled": 130}
@@ -63,17 +64,18 @@ def follow(run_dir: Path, out: TextIO, seen: list[int], name: str) -> dict[str, 
 def progress(run_dir: Path, now: dict[str, Any]) -> str:
     """One line: step, loss, tokens/s, MFU or why there is none, time left."""
     step, steps = now.get("step", 0), now.get("steps")
-    row = status.last_row(run_dir)
-    if not step or row.get("step", 0) > step:  # rows of an earlier attempt are not this one's
+    rows = [row for row in status.last_rows(run_dir, _RECENT) if row["step"] <= (step or 0)]
+    if not rows:  # of this attempt
         return now["state"]
+    row = rows[-1]
     parts = [f"step {step}/{steps}"]
     if "loss" in row:
         parts.append(f"loss {row['loss']:.3f}")
     if "tokens_per_s_per_gpu" in row:
         parts.append(f"{row['tokens_per_s_per_gpu']:,.0f} tokens/s per rank")
     parts.append(f"MFU {100 * row['mfu']:.1f} %" if "mfu" in row else no_mfu(run_dir))
-    if "step_time_s" in row:
-        minutes, seconds = divmod(round(row["step_time_s"] * (steps - step)), 60)
+    if times := [one["step_time_s"] for one in rows if "step_time_s" in one]:
+        minutes, seconds = divmod(round(sum(times) / len(times) * (steps - step)), 60)
         parts.append(f"{minutes}:{seconds:02d} left")
     return "  ".join(parts)
 

@@ -139,6 +139,8 @@ def act(prepared: Sequence[Run], choices: Sequence[dict[str, str]], sweep: Path)
     jobs = submit.submit(on_slurm)
     for job in jobs:
         print(f"job {job['job_id']}  {job['path']}", file=out, flush=True)
+    if jobs and launch.wait != "true":
+        print(f"follow it: python -m multirun status|logs|results|cancel {sweep}", file=out, flush=True)
     interrupted = one_after_the_other(prepared, choices, sweep, out)
     if launch.wait == "true" and on_slurm:
         submit.wait(on_slurm)
