@@ -18,7 +18,8 @@ from launcher.weights import check_weights
 from trainer.config import RunConfig, to_dict
 from trainer.flops import weights
 
-TOKENIZER_SIZE = {"byte": 259, "qwen": 151669}  # ids; the embedding may be larger
+TOKENIZER_SIZE = {"byte": 512, "qwen": 151_669}  # ids; the embedding may be larger
+SAMPLE_TOKENS = {"byte": 128_007, "qwen": 70_072}  # of data=sample
 # fmt: off
 AT_LEAST_ONE = (
     "model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads", "model.num_key_value_heads",
@@ -136,6 +137,16 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
             ["data.global_batch_size", "data.micro_batch_size"],
             f"is not a multiple of micro_batch_size x {config.parallelism.world_size} ranks = {at_once}",
             *(f"data.global_batch_size={size}" for size in (below, below + at_once) if size),
+        )
+    tokens = SAMPLE_TOKENS[config.model.tokenizer]
+    most_rows = 2 * tokens // data.seq_len + 1  # packed rows are more than half full
+    if data.name == "sample" and data.global_batch_size > most_rows:
+        yield problem(
+            config,
+            ["data.name", "data.global_batch_size", "data.seq_len"],
+            f"a step takes {data.global_batch_size * data.seq_len:,} tokens, the sample has {tokens:,}",
+            "data=random",
+            "data=chat",
         )
     if data.seq_len > config.model.max_position_embeddings:
         limit = config.model.max_position_embeddings

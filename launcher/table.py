@@ -12,7 +12,7 @@ ROWS = {
     "mfu": "MFU",
     "mfu_causal": "MFU, causal",
     "hfu": "HFU, causal",
-    "peak_source": "peak FLOP/s from",
+    "peak_flops": "peak FLOP/s",
     "peak_memory_gib": "peak GPU memory, GiB",
     "host_memory_gib": "host memory, GiB",
     "loss": "loss",
@@ -23,11 +23,13 @@ ROWS = {
 
 
 def result_table(result: dict[str, Any]) -> str:
-    """One line per number that is known, then the reasons for what is not."""
+    """One line per number that is known, then what is said about numbers, equal remarks together."""
     lines = [f"{title:<22}{_words(key, result[key])}" for key, title in ROWS.items() if result.get(key) is not None]
-    notes = result.get("notes") or {}
-    reasons = notes.items() if isinstance(notes, dict) else [("note", note) for note in notes]
-    return "\n".join([*lines, *(f"{name:<22}{reason}" for name, reason in reasons)])
+    names_by_note: dict[str, list[str]] = {}
+    for name, note in (result.get("notes") or {}).items():
+        names_by_note.setdefault(note, []).append(name)
+    notes = [f"  {', '.join(names)}: {note}" for note, names in names_by_note.items()]
+    return "\n".join([*lines, *(["notes", *notes] if notes else [])])
 
 
 def _words(key: str, value: Any) -> str:

@@ -78,7 +78,8 @@ def test_the_headline_command_means_four_nodes_of_eight(resolved):
     config = resolved("model=qwen3_235b", "offload=none", "compile=fullgraph")
     layout = config.parallelism
     assert (layout.nodes, layout.gpus_per_node, layout.dp_shard, layout.ep) == (4, 8, 32, 8)
-    assert (config.data.seq_len, config.data.global_batch_size) == (16384, 32)
+    assert (config.data.seq_len, config.data.global_batch_size, config.data.name) == (16384, 32, "random")
+    assert resolved("model=qwen3_235b", "data=chat").data.name == "chat"
     assert (config.offload.mode, config.ac.mode, config.compile.mode) == ("none", "full", "fullgraph")
 
 

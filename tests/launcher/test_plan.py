@@ -137,7 +137,7 @@ def test_replicas_do_not_lower_the_memory_of_a_gpu(resolved):
 
 
 def test_micro_batches_are_counted(resolved):
-    plan = make_plan(resolved("data.global_batch_size=32"))
+    plan = make_plan(resolved("data.global_batch_size=32", "data.micro_batch_size=4"))
     assert (plan["grad_accumulation"], plan["tokens_per_step"], plan["gpu_hours"]) == (4, 32 * 256, 0.0)
 
 
