@@ -143,7 +143,9 @@ def supervise(run_dir: Path) -> dict[str, Any]:
                     end = verdict(run_dir, codes)
                     break
                 if stop_asked:
-                    end = {"state": "cancelled", "error": f"cancelled ({signal.Signals(stop_asked[0]).name})"}
+                    asked = (run_dir / status.CANCEL).exists()
+                    why = "on request" if asked else f"by {signal.Signals(stop_asked[0]).name}"
+                    end = {"state": "cancelled", "error": f"stopped {why}"}
                     break
                 if time.monotonic() > deadline:
                     limit = f"cluster.time_limit_min={config.cluster.time_limit_min}"

@@ -29,7 +29,8 @@ def main(run_dir):
     (run_dir / f"pid-{rank}").write_text(str(os.getpid()))
     print(f"rank {rank} says {todo}")
     if rank == 1:
-        time.sleep(0.3)  # rank 0 is in its collective by now
+        while not (run_dir / "pid-0").exists():  # rank 0 is in its collective by then
+            time.sleep(0.02)
         if todo == "raise":
             raise ValueError("boom on purpose")
         if todo == "exit":
