@@ -5,6 +5,7 @@ from __future__ import annotations
 import netrc
 import os
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlparse
@@ -31,16 +32,26 @@ def look() -> Machine:
 
 
 def count_gpus(dev: Path = Path("/dev"), proc: Path = Path("/proc/driver/nvidia/gpus")) -> int:
-    """NVIDIA GPUs this process may use; counts files, because asking the driver takes longer than a refusal may."""
-    if not proc.is_dir():
-        return 0
-    # A container sees all of /proc/driver/nvidia/gpus but has only its own device files.
+    """NVIDIA GPUs this process may use. Files are counted where there are any: asking the driver can take a second."""
     devices = sum(path.name.removeprefix("nvidia").isdigit() for path in dev.glob("nvidia*"))
-    present = min(devices, sum(1 for _ in proc.iterdir()))
+    driver = sum(1 for _ in proc.iterdir()) if proc.is_dir() else 0
+    # A container sees the driver's whole list but has only its own device files; some have just one of the two.
+    present = min(devices, driver) or max(devices, driver) or _listed_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
     return min(present, sum(1 for name in visible.split(",") if name.strip() and not name.strip().startswith("-")))
+
+
+def _listed_gpus() -> int:
+    """GPUs that nvidia-smi lists, where it is installed (WSL has neither kind of file)."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def host_memory_gib() -> float:

@@ -149,13 +149,17 @@ def test_the_words_hold_the_numbers(resolved):
 def test_gpus_are_counted_by_what_this_process_may_use(tmp_path, monkeypatch):
     dev, proc = tmp_path / "dev", tmp_path / "gpus"
     dev.mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert count_gpus(dev, proc) == 0
-    proc.mkdir()
-    for index in range(8):
-        (proc / f"0000:{index}").mkdir()
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: A'\necho 'GPU 1: A'\necho 'GPU 2: A'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert count_gpus(dev, proc) == 3
     for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm"):
         (dev / name).touch()
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert count_gpus(dev, proc) == 2
+    for index in range(8):
+        (proc / f"0000:{index}").mkdir(parents=True)
     assert count_gpus(dev, proc) == 2
     for visible, count in (("0", 1), ("", 0), ("-1", 0), ("0,1,2", 2)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
