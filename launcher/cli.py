@@ -64,15 +64,18 @@ class Door:
 
         return machine.look(), snapshot.tree(snapshot.project_root())
 
-    def job(self, composed: Any) -> Run | None:
-        """Hydra's task function: a prepared run, submitted unless it is part of a sweep."""
+    def job(self, composed: Any) -> Run | ConfigError | None:
+        """Hydra's task function. In a sweep it answers with a prepared run or why there is none; else it submits."""
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 
         self.opened = True
         settings = HydraConfig.get()
         if settings.mode == RunMode.MULTIRUN:
-            return prepare(composed, settings, self.here, sweep=Path(settings.sweep.dir).name)
+            try:
+                return prepare(composed, settings, self.here, sweep=Path(settings.sweep.dir).name)
+            except ConfigError as error:
+                return error
         as_json = False
         try:
             as_json = composed.launch.get("json") is True

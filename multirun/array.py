@@ -66,10 +66,11 @@ def sort(returns: Sequence[Any], choices: Sequence[dict[str, str]]) -> tuple[lis
     """Prepared runs, and for each job that is refused its name and its problems; other exceptions are raised."""
     prepared, problems = [], []
     for job, choice in zip(returns, choices, strict=True):
-        try:
-            prepared.append(job.return_value)  # raises what the job raised
-        except ConfigError as error:
-            problems.append((name(choice), str(error).splitlines()))
+        outcome = job.return_value  # raises what the job raised
+        if isinstance(outcome, ConfigError):
+            problems.append((name(choice), str(outcome).splitlines()))
+        else:
+            prepared.append(outcome)
     return prepared, problems
 
 
