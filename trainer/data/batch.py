@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from trainer.config import ConfigError
+
 IGNORE = -100  # a label that is not supervised
 PADDING = -1  # the document id of padding
 
 
-class DataError(Exception):
+class DataError(ConfigError):
     """The data cannot be trained on; the text says what is there and what is needed."""
 
 
@@ -57,6 +59,10 @@ class Row:
     labels: np.ndarray
     position_ids: np.ndarray
     document_ids: np.ndarray | None
+
+    def without_labels(self) -> Row:
+        """A row to fill up a batch: it costs time and changes nothing."""
+        return dataclasses.replace(self, labels=np.full_like(self.labels, IGNORE))
 
 
 def collate(rows: list[Row]) -> Batch:
