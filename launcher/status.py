@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -138,7 +139,7 @@ def describe(run_dir: Path, ask_slurm: bool = True) -> dict[str, Any]:
     status, job = read_json(run_dir / "status.json"), read_json(run_dir / "job.json")
     state = status.get("state") or ("submitted" if job else "frozen")
     found = {
-        "key": run_dir.name.rpartition("-")[2],
+        "key": re.search(r"[^-]+(-r\d+)?$", run_dir.name).group(),  # -rN: a finished run, run again
         "path": str(run_dir),
         "state": state,
         "step": status.get("step"),

@@ -11,6 +11,7 @@ import pytest
 from launcher import snapshot
 from launcher.run import RunRefused, find, freeze, key_of, prepare, run_key, slug, torchrun_command
 from launcher.snapshot import tree
+from launcher.status import describe
 from trainer.config import ConfigError, load
 
 CHOICES = {"model": "tiny"}
@@ -185,6 +186,7 @@ class TestAgain:
             assert run.key.endswith(key) and len(run.key) == 10 + len(key)
             freeze(run, root)
             finish(run, state="done")
+            assert describe(run.path)["key"] == run.key
             assert len(find(run.runs_dir, run.key[:10])) == number + 1
         last = make()
         assert (last.path, last.submit) == (run.path, False)
