@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
 from launcher.machine import Machine
@@ -47,7 +46,7 @@ def check(config: RunConfig, machine: Machine) -> list[Problem]:
     `machine` matters only where the run is to start on it.
     """
     numbers = list(_numbers(config))
-    problems = [*_strings(config), *numbers, *_optimizer(config), *_data(config), *_cluster(config)]
+    problems = [*_strings(config), *numbers, *_optimizer(config), *_data(config, machine), *_cluster(config)]
     if not numbers:  # the others divide by these
         problems += [*_layout(config), *_batch(config), *_model(config), *_compute(config), *check_weights(config)]
         problems += _target(config, machine)
@@ -242,21 +241,20 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
         yield problem(config, keys, "a constant learning rate does not decay", "schedule=linear|cosine|wsd")
 
 
-def _data(config: RunConfig) -> Iterator[Problem]:
+def _data(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     data = config.data
     if data.name == "chat" and not data.path:
         yield problem(config, ["data.name", "data.path"], "needs a JSONL file or a Hugging Face dataset", "data=sample")
     elif data.name != "chat" and data.path:
         yield problem(config, ["data.name", "data.path"], "only data=chat reads a path", "data=chat")
-    elif data.path and is_file_name(data.path) and files_are_here(config) and not _readable_file(data.path):
-        yield problem(config, ["data.path"], "is not a file that can be read here")
+    elif data.path and is_file_name(data.path) and files_are_here(config) and not os.access(data.path, os.R_OK):
+        yield problem(config, ["data.path"], "cannot be read here")
+    elif data.path and not is_file_name(data.path) and (machine.cwd / data.path).exists():
+        message = "is taken for a Hugging Face dataset's name, but exists here"
+        yield problem(config, ["data.path"], message, f"data.path=./{data.path}")
     if data.eval_every_steps and not data.validation_fraction:
         keys = ["data.eval_every_steps", "data.validation_fraction"]
         yield problem(config, keys, "nothing is held out to evaluate on", "data.validation_fraction=0.05")
-
-
-def _readable_file(path: str) -> bool:
-    return Path(path).is_file() and os.access(path, os.R_OK)
 
 
 def _cluster(config: RunConfig) -> Iterator[Problem]:

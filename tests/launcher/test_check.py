@@ -145,6 +145,14 @@ def test_line_breaks_are_refused_by_key_in_any_string(resolved, machine):
     assert named == {"cluster.setup", "cluster.env.X", "logging.project"}
 
 
+def test_a_path_that_could_be_a_datasets_name_has_to_say_so(problems, machine):
+    (machine.cwd / "train").mkdir()
+    problem = only(problems("data=chat", "data.path=train"))
+    assert problem.alternatives == ("data.path=./train",)
+    assert problems("data=chat", *problem.alternatives) == []
+    assert problems("data=chat", "data.path=org/name") == []
+
+
 def test_check_changes_nothing(resolved, machine):
     config = resolved("parallelism.ep=5")
     before = to_dict(config)
