@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ def machine(tmp_path) -> Machine:
     return Machine(cwd=tmp_path, sbatch=False, gpus=0, memory_gib=24.0, wandb_key=False)
 
 
+@cache
 def compose_config(*arguments: str) -> RunConfig:
     """What the command line composes, before it is resolved; flags are not supported."""
     from hydra import compose, initialize_config_dir

@@ -8,6 +8,7 @@ import pytest
 
 from launcher.check import SAMPLE_TOKENS, TOKENIZER_SIZE, check
 from launcher.overrides import options
+from launcher.resolve import resolve
 from trainer.config import to_dict
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -44,8 +45,10 @@ def test_what_is_known_of_tokenizers_and_the_sample_is_true():
 
 @pytest.mark.parametrize("layout", options([CONF])["parallelism"])
 @pytest.mark.parametrize("model", options([CONF])["model"])
-def test_every_layout_is_legal_for_every_model(problems, model, layout):
-    assert problems(f"model={model}", f"parallelism={layout}", "parallelism.nodes=2", *SLURM) == []
+def test_every_layout_is_legal_for_every_model(compose, machine, model, layout):
+    parallelism = compose(f"parallelism={layout}", "parallelism.nodes=2").parallelism
+    config = resolve(replace(compose(f"model={model}", *SLURM), parallelism=parallelism), machine)
+    assert check(config, machine) == []
 
 
 def test_the_experiments_are_sound(problems):
