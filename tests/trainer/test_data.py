@@ -103,7 +103,8 @@ def test_short_documents_pack_tightly(seq_len):
 @pytest.mark.parametrize("policy", ["split", "truncate", "drop"])
 def test_rows_say_what_the_documents_say(small, policy):
     """Rebuild every document from the rows of an epoch; labels, positions and padding follow from it."""
-    data = build_data(run(name="chat", path=small, long_documents=policy, shuffle=False), 0, 1)
+    config = run(name="chat", path=small, long_documents=policy)
+    data = build_data(config, 0, 1)
     tokenizer = build_tokenizer("byte")
     counts, supervised, padded, texts = data.counts, 0, 0, []
     for _ in range(counts["rows"]):
@@ -124,7 +125,7 @@ def test_rows_say_what_the_documents_say(small, policy):
         assert batch.real_tokens == sum(document != -1 for document in documents)
         supervised, padded = supervised + batch.supervised_tokens, padded + documents.count(-1)
     assert (data.epoch, padded, supervised) == (0, counts["padded_tokens"], counts["supervised_tokens"])
-    documents = tokenize(conversations(data._data), tokenizer)
+    documents = tokenize(conversations(config.data), tokenizer)
     kept = {"split": SEQ * 99, "truncate": SEQ, "drop": SEQ}[policy]
     expected = Counter()
     for first, last in pairwise(documents.starts):
@@ -161,15 +162,17 @@ def test_random_rows_are_one_full_document_and_never_repeat():
 # Ranks, epochs, resume
 
 
+@pytest.mark.parametrize("world, accumulation", [(4, 1), (2, 2)])
 @pytest.mark.parametrize("micro", [1, 3])
-def test_four_ranks_see_what_one_rank_with_four_micro_batches_sees(small, micro):
+def test_ranks_see_what_one_rank_with_four_micro_batches_sees(small, micro, world, accumulation):
     alone = build_data(run(accumulation=4, micro=micro, name="chat", path=small), 0, 1)
-    together = [build_data(run(world=4, micro=micro, name="chat", path=small), rank, 4) for rank in range(4)]
+    config = run(world, accumulation, micro, name="chat", path=small)
+    together = [build_data(config, rank, world) for rank in range(world)]
     while alone.epoch < 2:
-        batches = [batch for data in together for batch in data.micro_batches()]
+        rounds = zip(*(data.micro_batches() for data in together), strict=True)  # micro-batch m of every rank
         expected = alone.micro_batches()
         assert len(expected) == 4 and expected[0].input_ids.shape == (micro, SEQ)
-        assert all(same(a, b) for a, b in zip(expected, batches, strict=True))
+        assert all(same(a, b) for a, b in zip(expected, sum(rounds, ()), strict=True))
         assert {data.epoch for data in together} == {alone.epoch}
         assert all(data.state_dict() == alone.state_dict() for data in together)
 
@@ -274,7 +277,11 @@ def test_evaluation_covers_the_held_out_targets_once_on_any_number_of_ranks(smal
     batches = [data.eval_batches() for data in ranks]
     assert len({len(mine) for mine in batches}) == 1
     assert all(batch.input_ids.shape == (micro, SEQ) for mine in batches for batch in mine)
-    assert sum(batch.supervised_tokens for mine in batches for batch in mine) == ranks[0]._rows.held_out_targets > 0
+    assert (
+        sum(batch.supervised_tokens for mine in batches for batch in mine)
+        == ranks[0].counts["held_out_supervised_tokens"]
+        > 0
+    )
 
 
 def test_random_data_is_evaluated_on_other_rows():

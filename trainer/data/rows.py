@@ -83,6 +83,7 @@ class PackedRows:
         self._documents = documents.select(np.flatnonzero(~held_out))
         self._held_out = documents.select(np.flatnonzero(held_out))
         self._held_out_packing = self._pack(self._held_out, np.arange(len(self._held_out)))
+        self._held_out_targets = count(self._held_out, self._held_out_packing)["supervised_tokens"]
         self._start_epoch(0, 0)
 
     def _pack(self, documents: Documents, order: np.ndarray) -> Packing:
@@ -96,11 +97,7 @@ class PackedRows:
         self._packing = self._pack(self._documents, order)
         self.counts = count(self._documents, self._packing)
         self.counts["held_out_documents"] = len(self._held_out)
-
-    @property
-    def held_out_targets(self) -> int:
-        """Supervised tokens of the held-out documents."""
-        return count(self._held_out, self._held_out_packing)["supervised_tokens"]
+        self.counts["held_out_supervised_tokens"] = self._held_out_targets
 
     def take(self, count: int) -> list[MakeRow]:
         rows = []

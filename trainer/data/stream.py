@@ -54,7 +54,9 @@ class TrainData:
                 "(data.long_documents=drop)"
             )
         if lost:
-            lines.append(f"warning: {lost:,} tokens after a cut of a long document are nobody's target")
+            lines.append(
+                f"data: {lost:,} tokens behind a cut of a long document are no position's target (data.long_documents=split)"
+            )
         return lines
 
     def micro_batches(self) -> list[Batch]:
@@ -125,7 +127,7 @@ def refuse_too_little(rows: PackedRows, config: RunConfig) -> None:
         )
     if not counts["supervised_tokens"]:
         raise DataError(f"{found}, none of them supervised: only what the role assistant says is trained on")
-    if data.eval_every_steps and not rows.held_out_targets:
+    if data.eval_every_steps and not counts["held_out_supervised_tokens"]:
         raise DataError(
             f"{found}: nothing to evaluate, as the held-out documents have no supervised token. "
             f"Raise data.validation_fraction={data.validation_fraction} or set data.eval_every_steps=0"
