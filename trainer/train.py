@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from trainer.build import build
+from trainer.checkpoint import store
 from trainer.config import RunConfig
 from trainer.data import build_data
 from trainer.metrics.report import Report
@@ -54,11 +55,15 @@ def update(state: TrainState, norm: torch.Tensor, config: RunConfig) -> float:
 
 def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str) -> None:
     """Train to the last step; raises on the first thing that goes wrong, on every rank."""
-    with Report(config, run_dir, mesh) as report:
+    resumed = store.newest(run_dir)
+    with Report(config, run_dir, mesh, resumed) as report:
+        store.refuse_balanced(config)
         data = build_data(config, mesh.rank, mesh.world_size)
         model, optimizer, sharding = build(config, mesh)
         state = TrainState(model, optimizer, data)
-        report.start([f"run.json {digest}", sharding, *optimizer.describe()])
+        if resumed:
+            store.load(run_dir, resumed, state, config, mesh)
+        report.start(state, [f"run.json {digest}", sharding, *optimizer.describe(), *data.describe()])
         watch = Stopwatch(mesh.device)
         while state.step < config.train.steps:
             expect_progress(config.train.stall_timeout_s)
@@ -75,6 +80,8 @@ def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str) -> None:
             times["optimizer_time_s"] = watch.lap()
             eval_loss = evaluate(model, data.eval_batches(), mesh) if evaluation_is_due(state.step, config) else None
             report.step(state, totals, norm.item(), lr, times, eval_loss)
-            watch.lap()  # evaluation and reporting are no part of the step
+            if store.save_is_due(state.step, config):
+                store.save(run_dir, state, config, mesh)
+            watch.lap()  # evaluation, reporting and saving are no part of the step
         report.finish(state)
     faulthandler.cancel_dump_traceback_later()

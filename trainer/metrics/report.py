@@ -24,11 +24,11 @@ from trainer.step import StepTotals
 class Report:
     """A context around the run: whatever leaves it is recorded as its end. Rank 0 writes."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, mesh: Mesh):
+    def __init__(self, config: RunConfig, run_dir: Path, mesh: Mesh, resumed: int):
         self._config, self._run_dir, self._mesh = config, run_dir, mesh
         self._name = device_name(mesh.device)
         attempt = max(1, sum(1 for _ in run_dir.glob("logs/attempt_*")))
-        self._recorder = Recorder(run_dir, config, mesh.rank, mesh.world_size, self._name, attempt)
+        self._recorder = Recorder(run_dir, config, mesh.rank, mesh.world_size, self._name, attempt, resumed)
 
     def __enter__(self) -> Self:
         return self
@@ -37,7 +37,7 @@ class Report:
         if error is not None:
             self._recorder.finish("failed", error=f"{kind.__name__}: {error}")
 
-    def start(self, lines: list[str]) -> None:
+    def start(self, state: TrainState, lines: list[str]) -> None:
         """The first step begins; `lines` say what was built. All ranks call it."""
         self._peak, self._peak_source = resolve_peak(self._config.benchmark.peak_flops, self._name, self._mesh.device)
         information = environment()
@@ -45,7 +45,8 @@ class Report:
         self._recorder.start(information)
         if self._mesh.rank == 0:
             peak = f"{self._peak:.4g} FLOP/s, {self._peak_source}" if self._peak else f"no MFU: {self._peak_source}"
-            print(*lines, f"device: {self._name}; {peak}", sep="\n", flush=True)
+            begin = [f"continues after step {state.step}"] if state.step else []
+            print(*lines, *begin, f"device: {self._name}; {peak}", sep="\n", flush=True)
 
     def step(
         self,
@@ -71,6 +72,7 @@ class Report:
             "supervised_tokens": totals.supervised_tokens,
             "real_tokens": totals.real_tokens,
             "padded_tokens": totals.padded_tokens,
+            **{name: state.data.counts.get(name) for name in ("truncated_tokens", "dropped_tokens")},  # of the epoch
             "step_time_s": step_time_s,
             **times,
             **rates(config, flops, self._peak, step_time_s, positions // world_size, totals.real_tokens),

@@ -1,0 +1,219 @@
+"""The whole trainer as a process: what it leaves behind, a resume that changes nothing, failures that are told."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from trainer.config import (
+    AcConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    CompileConfig,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+    to_dict,
+)
+
+MODEL = ModelConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=48,
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, vocab_size=512, router_aux_loss_coef=0.01,
+)  # fmt: skip
+RUN = RunConfig(
+    model=MODEL,
+    parallelism=ParallelismConfig(name="auto", nodes=1, gpus_per_node=1, dp_replicate=1, dp_shard=1, ep=1),
+    offload=OffloadConfig(mode="none"),
+    ac=AcConfig(mode="none"),
+    compile=CompileConfig(mode="none"),
+    optimizer=OptimizerConfig(lr=1e-2),
+    schedule=ScheduleConfig(name="cosine", warmup_steps=2),
+    data=DataConfig(seq_len=64, global_batch_size=2, validation_fraction=0.1, eval_every_steps=3),
+    train=TrainConfig(steps=6, param_dtype="fp32"),
+    logging=LoggingConfig(wandb="disabled"),
+    cluster=ClusterConfig(name="local", device="cpu"),
+)
+# A GPU image may have none of them; the trainer has to run all the same.
+BLOCKED = "import sys; sys.modules.update(dict.fromkeys(['hydra', 'omegaconf', 'submitit', 'wandb', 'launcher']))"
+
+
+def freeze(run_dir, run):
+    run_dir.mkdir()
+    (run_dir / "run.json").write_text(json.dumps(to_dict(run)))
+    return run_dir
+
+
+def start(run_dir, world=1, edit="", timeout_s=120):
+    """Run the trainer as torchrun would; returns the processes' (exit code, output)."""
+    code = (
+        f"{BLOCKED}\nfrom pathlib import Path\nfrom trainer.__main__ import main\n{edit}\nmain(Path({str(run_dir)!r}))"
+    )
+    processes = []
+    port = str(20000 + os.getpid() % 10000 + world)
+    for rank in range(world):
+        variables = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | {name: str(v) for name, v in variables.items()}
+        if world == 1:
+            environment = {name: v for name, v in environment.items() if name not in variables}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code.replace("RANK_HERE", str(rank))],
+                env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+        )  # fmt: skip
+    outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def rows(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def course(run_dir):
+    """What a resume may not change."""
+    keys = ("step", "loss", "aux_loss", "grad_norm", "lr", "epoch", "eval_loss", "supervised_tokens")
+    return [{key: row.get(key) for key in keys} for row in rows(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of six steps with a checkpoint every two, in one process without hydra, submitit and wandb."""
+    run = dataclasses.replace(RUN, checkpoint=CheckpointConfig(every_steps=2, keep=2))
+    run_dir = freeze(tmp_path_factory.mktemp("runs") / "tiny-0123456789", run)
+    ((code, output),) = start(run_dir)
+    assert code == 0, output
+    return run_dir
+
+
+def test_a_run_leaves_its_rows_status_and_result(finished):
+    assert [row["step"] for row in rows(finished)] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows(finished) if "eval_loss" in row] == [3, 6]
+    assert all(row["routing"] == "learned" and "mfu" not in row for row in rows(finished))
+    status = json.loads((finished / "status.json").read_text())
+    assert (status["state"], status["step"], status["steps"]) == ("done", 6, 6)
+    result = json.loads((finished / "result.json").read_text())
+    assert result["status"] == "done" and result["steps"] == 6
+    assert "mfu" not in result and "cpu" in result["notes"]["mfu"]
+    assert result["loss"] == {"first": rows(finished)[0]["loss"], "last": rows(finished)[-1]["loss"]}
+    assert result["loss"]["last"] < result["loss"]["first"]
+
+
+def test_only_the_newest_checkpoints_are_kept(finished):
+    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(finished, tmp_path):
+    """Killed after step 5: the rows after step 4 are given up, and steps 5 and 6 come out the same."""
+    run_dir = tmp_path / finished.name
+    shutil.copytree(finished, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step_00000006")
+    (run_dir / "checkpoints" / "step_00000008.partial").mkdir()
+    (run_dir / "result.json").unlink()
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:5]) + '{"step": 6, "lo')
+    ((code, output),) = start(run_dir)
+    assert code == 0, output
+    assert "continues after step 4" in output and "step_00000008.partial is not complete" in output
+    assert course(run_dir) == course(finished)
+
+
+def test_another_layout_is_refused(finished, tmp_path):
+    run_dir = tmp_path / finished.name
+    shutil.copytree(finished, run_dir)
+    data = json.loads((run_dir / "run.json").read_text())
+    data["optimizer"]["name"] = "sign_sgd"
+    (run_dir / "run.json").write_text(json.dumps(data))
+    ((code, output),) = start(run_dir)
+    assert code != 0 and "CheckpointError" in output and "sign_sgd" in output
+
+
+def test_same_seed_same_losses_and_another_seed_others(finished, tmp_path):
+    again = freeze(tmp_path / "again", RUN)
+    other = freeze(tmp_path / "other", dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, seed=1)))
+    for run_dir in (again, other):
+        ((code, output),) = start(run_dir)
+        assert code == 0, output
+    assert course(again) == course(finished)
+    assert course(other)[0]["loss"] != course(finished)[0]["loss"]
+
+
+TWO = dataclasses.replace(
+    RUN, parallelism=ParallelismConfig(name="auto", nodes=1, gpus_per_node=2, dp_replicate=1, dp_shard=2, ep=2)
+)
+
+
+def test_ranks_with_different_configurations_refuse_to_start(tmp_path):
+    run_dir = freeze(tmp_path / "run", TWO)
+    other = freeze(tmp_path / "other", dataclasses.replace(TWO, data=dataclasses.replace(TWO.data, seq_len=32)))
+    edit = f"import os\nif os.environ['RANK'] == '1':\n    main(Path({str(other)!r}))"
+    for code, output in start(run_dir, 2, edit):
+        assert code != 0
+        assert "data.seq_len: rank 0 has 64, rank 1 has 32" in output
+
+
+def test_a_non_finite_loss_stops_before_the_update_and_leaves_a_file(tmp_path):
+    run_dir = freeze(tmp_path / "run", dataclasses.replace(RUN, checkpoint=CheckpointConfig(every_steps=1)))
+    edit = (
+        "import trainer.train as t\noriginal = t.forward_backward\ncalls = []\n"
+        "def broken(model, *rest):\n"
+        "    calls.append(1)\n"
+        "    totals = original(model, *rest)\n"
+        "    if len(calls) == 3: totals.loss_sum = float('nan')\n"
+        "    return totals\n"
+        "t.forward_backward = broken"
+    )
+    ((code, output),) = start(run_dir, edit=edit)
+    assert code != 0
+    failure = json.loads((run_dir / "failure-0.json").read_text())
+    assert "step 3" in failure["error"] and "NonFiniteError" in failure["error"] and failure["host"]
+    assert json.loads((run_dir / "status.json").read_text())["state"] == "failed"
+    assert [row["step"] for row in rows(run_dir)] == [1, 2]
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
+
+
+def test_a_failing_save_ends_the_run_and_names_the_path(tmp_path):
+    run_dir = freeze(tmp_path / "run", dataclasses.replace(RUN, checkpoint=CheckpointConfig(every_steps=2)))
+    (run_dir / "checkpoints").write_text("a file where the directory should be")
+    ((code, output),) = start(run_dir)
+    assert code != 0 and "CheckpointError" in output and "step_00000002.partial" in output
+
+
+def test_balanced_weights_are_not_saved_unless_forced(tmp_path):
+    run = dataclasses.replace(
+        RUN, model=dataclasses.replace(MODEL, routing="balanced"), checkpoint=CheckpointConfig(every_steps=6)
+    )
+    ((code, output),) = start(freeze(tmp_path / "refused", run))
+    assert code != 0 and "checkpoint.force=true" in output
+    forced = freeze(
+        tmp_path / "forced", dataclasses.replace(run, checkpoint=CheckpointConfig(every_steps=6, force=True))
+    )
+    ((code, output),) = start(forced)
+    assert code == 0, output
+    assert (forced / "checkpoints" / "step_00000006" / "metadata.json").is_file()
+    assert all(row["routing"] == "balanced" for row in rows(forced))
+    assert all(row["load_balance_max_over_mean"] == pytest.approx(1, abs=0.05) for row in rows(forced))
+
+
+def test_a_stalled_run_prints_stacks_and_fails(tmp_path):
+    run_dir = freeze(
+        tmp_path / "run", dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, stall_timeout_s=1.0))
+    )
+    edit = "import time, trainer.train as t\nt.forward_backward = lambda *a: time.sleep(100)"
+    ((code, output),) = start(run_dir, edit=edit, timeout_s=60)
+    assert code != 0 and "Timeout" in output and "trainer/train.py" in output

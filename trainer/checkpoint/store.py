@@ -1,0 +1,109 @@
+"""Checkpoints of a run: every rank's part of the TrainState, complete only when metadata.json is there.
+
+A save goes to step_XXXXXXXX.partial, its metadata is written last, and the directory is renamed. So a directory without
+the ending is complete, whatever killed the job. The layout is fixed: a checkpoint is read by as many ranks, laid out
+alike, as wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.config import ConfigError, RunConfig, to_dict
+from trainer.parallel.mesh import Mesh
+from trainer.state import TrainState
+
+METADATA = "metadata.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the text names the path."""
+
+
+def save_is_due(step: int, config: RunConfig) -> bool:
+    every = config.checkpoint.every_steps
+    return every > 0 and (step % every == 0 or step == config.train.steps)
+
+
+def refuse_balanced(config: RunConfig) -> None:
+    """Weights trained with forced-balanced routing are only good for measurements; raises ConfigError."""
+    if config.checkpoint.every_steps and config.model.routing == "balanced" and not config.checkpoint.force:
+        raise ConfigError(
+            "model.routing=balanced with checkpoint.every_steps="
+            f"{config.checkpoint.every_steps}: set checkpoint.force=true to save such weights, or model.routing=learned"
+        )
+
+
+def newest(run_dir: Path) -> int:
+    """Step of the newest complete checkpoint, 0 if there is none; torn ones are named on stderr and skipped."""
+    steps = [0]
+    for path in sorted((run_dir / "checkpoints").glob("step_*")):
+        if (path / METADATA).is_file() and path.suffix != ".partial":
+            steps.append(int(path.name.removeprefix("step_")))
+        else:
+            print(f"warning: {path} is not complete and is not used", file=sys.stderr, flush=True)
+    return max(steps)
+
+
+def _directory(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def _layout(config: RunConfig) -> dict[str, Any]:
+    """What has to agree between writer and reader."""
+    data = to_dict(config)
+    frozen = {"model.freeze": config.model.freeze, "model.num_hidden_layers": config.model.num_hidden_layers}
+    return {"parallelism": data["parallelism"], "optimizer": config.optimizer.name, **frozen}
+
+
+def save(run_dir: Path, state: TrainState, config: RunConfig, mesh: Mesh) -> None:
+    """Write the state after `state.step` and drop the oldest checkpoints beyond checkpoint.keep. All ranks call it.
+
+    Raises CheckpointError on every rank if any of them could not write; earlier checkpoints stay.
+    """
+    final = _directory(run_dir, state.step)
+    partial = final.with_name(final.name + ".partial")
+
+    def write_part() -> None:
+        torch.save(state.state_dict(), partial / f"rank_{mesh.rank:05d}.pt")
+
+    def publish() -> None:
+        metadata = {"step": state.step, "world_size": mesh.world_size, "layout": _layout(config)}
+        (partial / METADATA).write_text(json.dumps(metadata, indent=1))
+        if final.exists():  # of an attempt whose later steps were given up
+            shutil.rmtree(final)
+        partial.rename(final)
+        complete = sorted(path for path in final.parent.glob("step_*") if path.suffix != ".partial")
+        for path in complete[: -config.checkpoint.keep]:
+            shutil.rmtree(path)
+
+    def prepare() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    for action, ranks in ((prepare, (0,)), (write_part, range(mesh.world_size)), (publish, (0,))):
+        error = None
+        if mesh.rank in ranks:
+            try:
+                action()
+            except (OSError, RuntimeError) as caught:  # torch.save reports a full disk as RuntimeError
+                error = f"rank {mesh.rank}: {caught}"
+        failures = [text for text in mesh.gather(error) if text]
+        if failures:
+            raise CheckpointError(f"step {state.step}: {partial} could not be written: {'; '.join(failures)}")
+
+
+def load(run_dir: Path, step: int, state: TrainState, config: RunConfig, mesh: Mesh) -> None:
+    """Continue from the complete checkpoint of `step`; raises CheckpointError if it is of another layout."""
+    directory = _directory(run_dir, step)
+    metadata = json.loads((directory / METADATA).read_text())
+    if metadata["layout"] != _layout(config):
+        raise CheckpointError(f"{directory} was written by {metadata['layout']}, this run is {_layout(config)}")
+    part = directory / f"rank_{mesh.rank:05d}.pt"
+    state.load_state_dict(torch.load(part, map_location="cpu", weights_only=True))
