@@ -12,7 +12,7 @@ run: $(VENV)/ready
 	$(VENV)/bin/python -m launcher $(ARGS)
 
 test: $(VENV)/ready
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -33,9 +33,9 @@ def _rank_main(function, arguments, rank, world_size, store_file, results):
 
 @pytest.fixture(scope="session")
 def _forkserver():
-    """Ranks fork from a process that has imported torch already."""
+    """Ranks fork from a process that has imported torch and the trainer already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor"])
+    context.set_forkserver_preload(["torch", "trainer.build", "trainer.data", "trainer.step"])
     return context
 
 

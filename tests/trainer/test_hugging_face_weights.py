@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from trainer.build import build_model
 from trainer.checkpoint.hugging_face import load_weights
@@ -23,6 +22,9 @@ IDS = torch.arange(20)[None] % 64
 
 def save(directory, *, moe=True, tied=False, shards=1):
     """A Hugging Face directory with random weights; returns its logits for IDS."""
+    # Here, so that the ranks that this file starts need not import it.
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
     torch.manual_seed(3)
     options = dict(SHAPE, rope_theta=1e6, tie_word_embeddings=tied, attn_implementation="eager")
     theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(**options, **MOE)) if moe else Qwen3ForCausalLM(Qwen3Config(**options))

@@ -38,7 +38,7 @@ RUN = RunConfig(
     compile=CompileConfig(mode="none"),
     optimizer=OptimizerConfig(lr=1e-2),
     schedule=ScheduleConfig(name="cosine", warmup_steps=2),
-    data=DataConfig(seq_len=64, global_batch_size=2, validation_fraction=0.1, eval_every_steps=3),
+    data=DataConfig(seq_len=64, global_batch_size=2, validation_fraction=0.02, eval_every_steps=3),
     train=TrainConfig(steps=6, param_dtype="fp32"),
     logging=LoggingConfig(wandb="disabled"),
     cluster=ClusterConfig(name="local", device="cpu"),

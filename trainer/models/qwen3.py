@@ -111,7 +111,10 @@ class Qwen3(nn.Module):
     def __init__(self, config: ModelConfig, ep: int = 1, ep_group: dist.ProcessGroup | None = None):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # From an empty tensor: torch's own initialisation would be thrown away, and on meta it imports the compiler.
+        self.embed_tokens = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size), freeze=False
+        )
         self.layers = nn.ModuleList(Block(config, i, ep, ep_group) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
