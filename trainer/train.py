@@ -13,6 +13,7 @@ from trainer.build import build
 from trainer.checkpoint import store
 from trainer.config import RunConfig
 from trainer.data import build_data
+from trainer.kernels.capability import fastest_attention
 from trainer.metrics.report import Report
 from trainer.optim.schedule import learning_rate
 from trainer.parallel.mesh import Mesh
@@ -56,7 +57,7 @@ def update(state: TrainState, norm: torch.Tensor, config: RunConfig) -> float:
 def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str) -> None:
     """Train to the last step; raises on the first thing that goes wrong, on every rank."""
     resumed = store.newest(run_dir)
-    with Report(config, run_dir, mesh, resumed) as report:
+    with Report(config, run_dir, mesh, resumed) as report, fastest_attention():
         store.refuse_balanced(config)
         data = build_data(config, mesh.rank, mesh.world_size)
         model, optimizer, sharding = build(config, mesh)

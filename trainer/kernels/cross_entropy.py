@@ -6,11 +6,38 @@ states and head are computed in the forward pass, where those logits are, and sc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
+from trainer.kernels.capability import has_triton
+
 IGNORE = -100  # a label that is not supervised
-CHUNK_TOKENS = 4096  # 1.2 GB of bf16 logits at V = 151936
+CHUNK_TOKENS = 8192  # 2.5 GB of bf16 logits at V = 151936
+
+
+def cross_entropy_(logits_NV: torch.Tensor, labels_N: torch.Tensor, with_grad: bool) -> torch.Tensor:
+    """Losses [N] fp32, 0 where the label is negative; with_grad: logits become d loss / d logits, in their dtype."""
+    supervised = labels_N >= 0
+    target = labels_N.clamp_min(0)[:, None]
+    values = logits_NV.float()
+    log_total = values.logsumexp(-1)
+    losses = (log_total - values.gather(1, target)[:, 0]) * supervised
+    if with_grad:
+        # softmax - one-hot, and nothing where the label is ignored.
+        grad = (values - log_total[:, None]).exp_()
+        grad.scatter_add_(1, target, grad.new_full(target.shape, -1.0))
+        logits_NV.copy_(grad.mul_(supervised[:, None]))
+    return losses
+
+
+def _kernel(logits_NV: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]:
+    if not has_triton(logits_NV.device):
+        return cross_entropy_
+    from trainer.kernels import triton_cross_entropy
+
+    return triton_cross_entropy.cross_entropy_
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -19,26 +46,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         loss = hidden_ND.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
-        # Summed over chunks in fp32: a bf16 sum loses small contributions.
-        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
-        for start in range(0, hidden_ND.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            hidden, labels = hidden_ND[rows], labels_N[rows]
-            supervised = labels != IGNORE
-            target = labels.clamp_min(0)[:, None]
-            logits = (hidden @ weight_VD.T).float()
-            log_total = logits.logsumexp(-1)
-            loss += ((log_total - logits.gather(1, target)[:, 0]) * supervised).sum()
-            if not (needs_hidden or needs_weight):
-                continue
-            # d loss / d logits = softmax - one-hot, and nothing where the label is ignored.
-            grad = logits.sub_(log_total[:, None]).exp_()
-            grad.scatter_add_(1, target, grad.new_full(target.shape, -1.0))
-            grad = grad.mul_(supervised[:, None]).to(hidden.dtype)
+        grad_weight = None
+        for hidden, labels, into in zip(
+            hidden_ND.split(chunk), labels_N.split(chunk), (grad_hidden if needs_hidden else hidden_ND).split(chunk),
+            strict=True,
+        ):  # fmt: skip
+            logits = hidden @ weight_VD.T
+            loss += _kernel(logits)(logits, labels, needs_hidden or needs_weight).sum()
             if needs_hidden:
-                torch.mm(grad, weight_VD, out=grad_hidden[rows])
+                torch.mm(logits, weight_VD, out=into)
             if needs_weight:
-                grad_weight += grad.T @ hidden
+                part = logits.T @ hidden
+                # Summed over chunks in fp32: a bf16 sum loses small contributions.
+                grad_weight = part if grad_weight is None else grad_weight.float().add_(part)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight_VD.dtype
         return loss

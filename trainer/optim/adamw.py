@@ -35,3 +35,30 @@ class AdamW:
             weight_decay=part.weight_decay,
             **self._constants,
         )
+
+
+class FusedAdamW(AdamW):
+    """The same on a GPU with Triton: one pass that also clips and writes the model's parameter."""
+
+    def __init__(self, config: OptimizerConfig):
+        super().__init__(config)
+        from trainer.kernels import triton_adamw
+
+        self._kernel = triton_adamw.adamw
+
+    def update_parameter(
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        parameter: torch.Tensor,
+        scale: torch.Tensor | None,
+        weight_decay: float,
+        lr: float,
+        step: int,
+    ) -> None:
+        """Update one parameter's flat views in place; `scale` multiplies the gradient, None is 1."""
+        scale = torch.ones((), device=master.device) if scale is None else scale
+        constants = {"lr": lr, "step": step, "weight_decay": weight_decay, **self._constants}
+        self._kernel(master, grad, exp_avg, exp_avg_sq, parameter, scale, **constants)

@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from trainer.config import ConfigError, RunConfig
+from trainer.kernels.capability import has_triton
 from trainer.memory.offload import SPAN, Placement, flat_spans, move, placement
-from trainer.optim.adamw import AdamW
+from trainer.optim.adamw import AdamW, FusedAdamW
 from trainer.optim.muon import Muon, sharded_rows
 from trainer.optim.rule import Matrices, Part, Rule
 from trainer.optim.sign_sgd import SignSGD
@@ -56,6 +57,7 @@ class Slab:
         self.grad = place.zeros(numel, grad_dtype, place.compute)
         self.moments = {kind: place.zeros(numel, torch.float32, place.moments) for kind in rule.moments}
         self._parts = list(self._matrix_parts() if rule.of_matrices else ((s, None) for s in flat_spans(numel)))
+        self._unwritten: set[str] = set()  # gradients that still hold the former step's
 
     def _matrix_parts(self) -> Iterator[tuple[slice, Matrices]]:
         for member in self.members:
@@ -79,18 +81,43 @@ class Slab:
         """The slabs that outlive a step, by kind."""
         return {"master": self.master, **self.moments}
 
-    def step(self, lr: float, step: int) -> None:
-        """Update the masters and write them to the parameters."""
+    def accumulate(self, member: LocalParameter, gradient: torch.Tensor) -> None:
+        """Add a flat gradient; the first of a step replaces what is there, which saves clearing and reading it."""
+        into = torch.Tensor.copy_ if member.name in self._unwritten else torch.Tensor.add_
+        self._unwritten.discard(member.name)
+        move(self.view(self.grad, member), gradient, into)
+
+    def forget_gradients(self) -> None:
+        self._unwritten = set(self._ranges)
+
+    def settle(self) -> None:
+        """A parameter without a gradient in this step has a gradient of zero."""
+        for member in self.members:
+            if member.name in self._unwritten:
+                self.view(self.grad, member).zero_()
+        self._unwritten = set()
+
+    def step(self, lr: float, step: int, scale: torch.Tensor | None) -> None:
+        """Update the masters from the gradients times `scale` (None: 1) and write them to the parameters."""
+        if isinstance(self.rule, FusedAdamW):
+            for member in self.members:
+                views = [self.view(slab, member) for slab in (self.master, self.grad, *self.moments.values())]
+                self.rule.update_parameter(*views, local(member.parameter).view(-1), scale, self._decay, lr, step)
+            return
         for span, matrices in self._parts:
-            self._update(span, matrices, lr, step)
+            self._update(span, matrices, lr, step, scale)
         self.write_parameters()
 
-    def _update(self, span: slice, matrices: Matrices | None, lr: float, step: int) -> None:
+    def _update(self, span: slice, matrices: Matrices | None, lr: float, step: int, scale: torch.Tensor | None) -> None:
         homes = {kind: moment[span] for kind, moment in self.moments.items()}
         moments = homes
         if self._place.staged:
             moments = {kind: home.to(self._place.compute, copy=True) for kind, home in homes.items()}
-        self.rule.update(Part(self.master[span], self.grad[span].float(), moments, self._decay, matrices), lr, step)
+        grad = self.grad[span].float()
+        if scale is not None:  # at most one copy of the span
+            own = grad.data_ptr() != self.grad[span].data_ptr()
+            grad = torch.mul(grad, scale.to(grad.device), out=grad if own else None)
+        self.rule.update(Part(self.master[span], grad, moments, self._decay, matrices), lr, step)
         if self._place.staged:
             for kind, home in homes.items():
                 home.copy_(moments[kind])
@@ -122,20 +149,27 @@ class SlabOptimizer:
         self._slabs, self._clip_norm, self._device, self._norm_group = slabs, clip_norm, device, norm_group
         self._offload = offload
         self._steps = 0
+        self._scale: torch.Tensor | None = None  # of the gradients in the next step
         self.refresh_masters()
         for slab, member in self._members():
-            member.parameter.register_post_accumulate_grad_hook(accumulate_into(slab.view(slab.grad, member)))
+            member.parameter.register_post_accumulate_grad_hook(accumulate_into(slab, member))
 
     def _members(self) -> Iterator[tuple[Slab, LocalParameter]]:
         return ((slab, member) for slab in self._slabs for member in slab.members)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """What has accumulated so far, by parameter name: views of the slabs in the shard's shape."""
+        self._settle()
         return {m.name: slab.view(slab.grad, m).view(m.tensor.shape) for slab, m in self._members()}
+
+    def _settle(self) -> None:
+        for slab in self._slabs:
+            slab.settle()
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
         """Norm of the accumulated gradients of the whole model, 0-dim fp32 on the device; one all-reduce."""
+        self._settle()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for slab in self._slabs:
             total += slab.squared_norm().to(self._device)
@@ -146,6 +180,7 @@ class SlabOptimizer:
     @torch.no_grad()
     def nonfinite_parameters(self) -> list[str]:
         """Names of this rank's parameters whose accumulated gradient is not finite; waits for the device once."""
+        self._settle()
         names, largest = [], []
         for slab, member in self._members():
             if member.tensor.numel():
@@ -157,23 +192,24 @@ class SlabOptimizer:
 
     @torch.no_grad()
     def clip(self, norm: torch.Tensor) -> None:
-        """Scale the gradients by min(1, clip_norm / (norm + 1e-6)), without waiting for the device."""
+        """Let the next step scale the gradients by min(1, clip_norm / (norm + 1e-6)); does not wait for the device."""
         if self._clip_norm:
-            scale = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            for slab in self._slabs:
-                slab.grad.mul_(scale.to(slab.grad.device))
+            self._scale = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update masters and parameters from the accumulated gradients, which stay until zero_grad()."""
+        self._settle()
         self._steps += 1
         for slab in self._slabs:
-            slab.step(lr, self._steps)
+            slab.step(lr, self._steps, self._scale)
+        self._scale = None
 
-    @torch.no_grad()
     def zero_grad(self) -> None:
+        """Begin a new sum of gradients, without a clipping of the former one."""
+        self._scale = None
         for slab in self._slabs:
-            slab.grad.zero_()
+            slab.forget_gradients()
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -236,13 +272,13 @@ class SlabOptimizer:
         ]
 
 
-def accumulate_into(total: torch.Tensor) -> Callable[[nn.Parameter], None]:
-    """A hook that moves the parameter's gradient into `total`, so that nothing accumulates in the parameter's dtype."""
+def accumulate_into(slab: Slab, member: LocalParameter) -> Callable[[nn.Parameter], None]:
+    """A hook that moves the parameter's gradient into the slab, so that none accumulates in the parameter's dtype."""
 
     @torch.no_grad()
     def hook(parameter: nn.Parameter) -> None:
         # FSDP2 calls this with the reduced, sharded gradient, on the stream that reduced it.
-        move(total, local(parameter.grad).reshape(-1), torch.Tensor.add_)
+        slab.accumulate(member, local(parameter.grad).reshape(-1))
         parameter.grad = None
 
     return hook
@@ -263,7 +299,8 @@ def build_optimizer(
         if p.shard_group is not None:
             count = sharded_rows(p.full_rows, p.shard_group.rank(), p.shard_group.size())[1]
             assert p.tensor.shape[0] == count, f"{p.name}: {p.tensor.shape[0]} local rows, {count} expected"
-    rules = {"adamw": AdamW(optimizer), "sign_sgd": SignSGD(), "muon": Muon(optimizer)}
+    fused = mode == "none" and has_triton(torch.device(device))
+    rules = {"adamw": (FusedAdamW if fused else AdamW)(optimizer), "sign_sgd": SignSGD(), "muon": Muon(optimizer)}
     groups: dict[tuple[str, bool], list[LocalParameter]] = {}
     for p in parameters:
         rule = "adamw" if optimizer.name == "muon" and not p.matrix else optimizer.name
