@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 REFUSED = 2
+LAUNCHER = "array"  # the only hydra/launcher that submits what is prepared here
 
 
 def main() -> None:
@@ -72,6 +73,10 @@ class Door:
         self.opened = True
         settings = HydraConfig.get()
         if settings.mode == RunMode.MULTIRUN:
+            launcher = settings.runtime.choices.get("hydra/launcher")
+            if launcher != LAUNCHER:  # another one would prepare the runs and submit none of them
+                line = f"hydra/launcher={launcher}: a sweep goes through hydra/launcher={LAUNCHER}; where to is cluster=local|slurm"
+                raise SystemExit(report(Refused([line]), as_json=composed.launch.get("json") is True))
             try:
                 return prepare(composed, settings, self.here, sweep=Path(settings.sweep.dir).name)
             except ConfigError as error:
@@ -96,7 +101,8 @@ def prepare(composed: Any, settings: Any, here: tuple[Machine, Tree], *, sweep: 
     try:
         plain = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
-        raise Refused([str(error).splitlines()[0]]) from None
+        where = getattr(error, "full_key", None) or "configuration"
+        raise Refused([f"{where}: {str(error).splitlines()[0]}"]) from None
     choices = {
         group: str(option)
         for group, option in settings.runtime.choices.items()

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from launcher.foreign import NO_COUNTERPART, spelling_here
-from launcher.schema import Key, Refused, bad_choice, keys, nearest, sections, unknown_key
+from launcher.schema import Key, Refused, bad_choice, keys, nearest, nearest_option, sections, unknown_key
 
 # fmt: off
 FLAGS = (
@@ -24,15 +24,16 @@ FLAGS = (
 # fmt: off
 FLAGS_WITH_VALUE = (
     "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
-    "--experimental-rerun",
 )
 # fmt: on
 INFO_VALUES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 MULTIRUN = ("--multirun", "-m")
 COMPLETION = ("--shell-completion", "-sc")
+COMMANDS = ("--run", "--multirun", "--cfg", "--info")
+LONG = {"-r": "--run", "-m": "--multirun", "-c": "--cfg"}
 SWEEP_FUNCTION = re.compile(r"(choice|range|interval|glob|shuffle|sort|tag)\s*\(.*\)\s*$", re.DOTALL)
 OVERRIDE = re.compile(r"(~|\+\+?)?([^=]*)(?:=(.*))?$", re.DOTALL)
-ABSENT = ("null", "none", "off", "false", "no", "")  # how people say "nothing"
+SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def rewrite(argv: list[str], conf: Path) -> list[str]:
     if any(argument in COMPLETION for argument in argv):
         return argv
     flags, overrides = split_flags(argv)
+    _one_command(flags)
     multirun = any(flag in MULTIRUN for flag in flags) or "hydra.mode=MULTIRUN" in overrides
     directories = directories_of(flags, conf)
     elsewhere = any(flag in ("--config-path", "-cp") for flag in flags) or any(
@@ -115,6 +117,16 @@ def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
     return flags, overrides
 
 
+def _one_command(flags: list[str]) -> None:
+    """Hydra takes one of its commands at a time; raises Refused for several."""
+    names = (LONG.get(flag, flag.partition("=")[0]) for flag in flags)
+    asked = list(dict.fromkeys(name for name in names if name in COMMANDS))
+    if len(asked) > 1:
+        raise Refused([f"{', '.join(asked)}: only one of them at a time; --cfg and --info show a single run"])
+    if "--resolve" in flags and "--cfg" not in asked:
+        raise Refused(["--resolve: belongs to --cfg, write --cfg job --resolve"])
+
+
 def options(directories: list[Path]) -> dict[str, list[str]]:
     """The options of every group in these conf directories: names of YAML files, subdirectories by path."""
     found: dict[str, set[str]] = {}
@@ -146,6 +158,8 @@ def rewrite_override(text: str, vocabulary: Vocabulary, multirun: bool) -> str:
     if key in vocabulary.groups:
         return _group(override, vocabulary, multirun)
     if key.startswith("cluster.env."):
+        if not SHELL_NAME.fullmatch(key.removeprefix("cluster.env.")):
+            raise Refused([f"{_shown(override.text)}: is not a name that a shell can export, as cluster.env.NAME is"])
         return f"++{key}={value if is_quoted(value) else quote(value)}"
     if key in vocabulary.keys:
         return _key(override, vocabulary.keys[key], multirun)
@@ -174,7 +188,7 @@ def _group(override: Override, vocabulary: Vocabulary, multirun: bool) -> str:
     for option in chosen:
         option = option.strip().strip("'\"")
         if option not in known and vocabulary.check_options:
-            near = "none" if option.lower() in ABSENT and "none" in known else nearest(option, known)
+            near = nearest_option(option, known)
             hint = f"; did you mean {group}={near}?" if near else ""
             raise Refused([f"{_shown(override.text)}: group {group} has the options {', '.join(known)}{hint}"])
     return plain
@@ -206,7 +220,8 @@ def _text(override: Override, key: Key, item: str) -> str:
 def _text_list(override: Override, key: Key, items: list[str], multirun: bool) -> str:
     lists = items if multirun else [override.value or ""]
     if not all(item.strip().startswith("[") and item.strip().endswith("]") for item in lists):
-        raise Refused([f"{_shown(override.text)}: is a list of strings, write '{key.path}=[{override.value}]'"])
+        inside = "" if (override.value or "null") == "null" else override.value
+        raise Refused([f"{_shown(override.text)}: is a list of strings, write '{key.path}=[{inside}]'"])
     written = []
     for item in lists:
         inside = item.strip()[1:-1]

@@ -11,6 +11,9 @@ from typing import Any, get_type_hints
 from trainer import config as configuration
 from trainer.config import ConfigError, RunConfig
 
+ABSENT = ("null", "none", "off", "false", "no", "")  # how people say "nothing"
+NOTHING = ("none", "disabled", "false")  # the options that mean it
+
 
 class Refused(ConfigError):
     """Mistakes of the user, one line each."""
@@ -55,6 +58,13 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
+def nearest_option(word: str, options: Iterable[str]) -> str | None:
+    """The option that was probably meant; who says null, off or nothing wants the one that stands for it."""
+    options = list(options)
+    nothing = [option for option in NOTHING if option in options]
+    return nothing[0] if nothing and word.lower() in ABSENT else nearest(word.lower(), options)
+
+
 def nearest_key(path: str, known: Iterable[str]) -> str | None:
     """The key that was probably meant: by its name in the same section, else by its name in any, else by all of it."""
     known = list(known)
@@ -85,7 +95,7 @@ def unknown_key(path: str, known: Iterable[str]) -> str:
 
 def bad_choice(path: str, value: Any, choices: tuple[str, ...]) -> str:
     """The line that refuses a value of an enum."""
-    near = nearest(str(value).lower(), choices)
+    near = nearest_option(str(value), choices)
     return f"{path}={value} is not one of {', '.join(choices)}" + (f"; did you mean {near}?" if near else "")
 
 
@@ -133,10 +143,10 @@ def _value_problems(key: Key, value: Any) -> Iterator[str]:
         right = type(value) is key.kind or (key.kind is float and type(value) is int)
         if not right:
             hint = " (empty: write the key with nothing after =)" if value is None and key.kind is str else ""
-            yield f"{key.path}={value!r} is not {_KIND_NAMES[key.kind]}{hint}"
+            yield f"{key.path}={_written(value)} is not {_KIND_NAMES[key.kind]}{hint}"
     elif key.kind == dict[str, str]:
         if not isinstance(value, dict):
-            yield f"{key.path}={value!r}: set one variable at a time, {key.path}.NAME=VALUE"
+            yield f"{key.path}={_written(value)}: set one variable at a time, {key.path}.NAME=VALUE"
             return
         for name, item in value.items():
             if not isinstance(item, str):
@@ -144,11 +154,18 @@ def _value_problems(key: Key, value: Any) -> Iterator[str]:
     else:
         kind = int if key.kind == list[int] else str
         if not isinstance(value, list):
-            yield f"{key.path}={value!r} is not a list: write {key.path}=[...]"
+            yield f"{key.path}={_written(value)} is not a list: write '{key.path}=[...]'"
             return
         for item in value:
             if type(item) is not kind:
                 yield f"{key.path}: {item!r} is not {_KIND_NAMES[kind]}"
+
+
+def _written(value: Any) -> str:
+    """A value as YAML and the command line have it; text in quotes, so that '3' is not 3."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return repr(value)
 
 
 _KIND_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}

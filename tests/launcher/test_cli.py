@@ -189,6 +189,18 @@ def test_a_sweep_of_an_option_that_does_not_exist_starts_nothing(command, tmp_pa
     assert done.returncode == REFUSED and "nope" in done.stderr and written(tmp_path) == []
 
 
+def test_a_sweep_through_a_launcher_that_submits_nothing_is_refused(command):
+    done = command("--multirun", "hydra/launcher=basic", "train.seed=1,2", "launch.json=true")
+    assert done.returncode == REFUSED and "hydra/launcher=array" in done.stderr and "cluster=local|slurm" in done.stderr
+    assert len(json.loads(done.stdout)["refused"]) == 1 == len(done.stderr.splitlines())
+
+
+def test_a_refusal_after_composing_names_the_key_and_the_value_as_it_was_written(command):
+    assert "refused: logging.project: " in command("logging.project=${nope}").stderr
+    assert "refused: optimizer.lr=null is not a number" in command("optimizer.lr=null").stderr
+    assert "refused: train.steps=true is not a whole number" in command("train.steps=true").stderr
+
+
 @pytest.mark.parametrize(
     "module", ["launcher.cli", "launcher.run", "launcher.check", "launcher.submit", "multirun.array"]
 )

@@ -224,11 +224,25 @@ def test_the_table_of_other_stacks_shadows_no_key_and_points_only_at_what_exists
         ("--nodes", "flag"),
         ("--multirum", "--multirun"),
         ("--cfg", "needs a value"),
+        ("--experimental-rerun", "unknown flag"),
+        ("--resolve", "--cfg job --resolve"),
+        ("cluster.env.1A=3", "cluster.env.NAME"),
+        ("cluster.env.=3", "cluster.env.NAME"),
+        ("cluster.env.A.B=3", "cluster.env.NAME"),
+        ("offload.mode=null", "did you mean none?"),
+        ("logging.wandb=off", "did you mean disabled?"),
+        ("logging.tags=null", "'logging.tags=[]'"),
     ],
 )
 def test_other_mistakes_are_one_line_too(argument, part):
     line = refusal(argument)
     assert "\n" not in line and part in line
+
+
+@pytest.mark.parametrize("flags", [["-m", "--cfg", "job"], ["--multirun", "-r"], ["--info", "-c", "job"]], ids=" ".join)
+def test_hydras_commands_go_one_at_a_time(flags):
+    with pytest.raises(Refused, match="only one of them at a time"):
+        rewrite(flags, CONF)
 
 
 def test_a_plus_on_a_key_or_group_that_exists_does_what_is_meant():
