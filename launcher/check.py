@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import Any
 
+from launcher.environment import SHELL_NAME
 from launcher.machine import Machine
 from launcher.plan import BYTES, state_memory_gib
 from launcher.problem import Problem, files_are_here, problem
@@ -66,7 +67,7 @@ def _strings(config: RunConfig) -> Iterator[Problem]:
 
     yield from walk(to_dict(config), "")
     for name, value in config.cluster.env.items():
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        if not SHELL_NAME.fullmatch(name):
             yield Problem((f"cluster.env.{name}",), (value,), "is not a name that a shell can export")
         elif name in SET_BY_LAUNCHER:
             yield Problem((f"cluster.env.{name}",), (value,), "is set for every rank by the launcher")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
+
+SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # what a shell can export
 
 # A shell inside an allocation, under torchrun or under mpirun describes another job: its ranks, its addresses, its CPUs.
 _STALE_PREFIXES = (

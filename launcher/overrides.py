@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from launcher.environment import SHELL_NAME
 from launcher.foreign import NO_COUNTERPART, spelling_here
 from launcher.schema import Key, Refused, bad_choice, keys, nearest, nearest_option, sections, unknown_key
 
@@ -33,7 +34,6 @@ COMMANDS = ("--run", "--multirun", "--cfg", "--info")
 LONG = {"-r": "--run", "-m": "--multirun", "-c": "--cfg"}
 SWEEP_FUNCTION = re.compile(r"(choice|range|interval|glob|shuffle|sort|tag)\s*\(.*\)\s*$", re.DOTALL)
 OVERRIDE = re.compile(r"(~|\+\+?)?([^=]*)(?:=(.*))?$", re.DOTALL)
-SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
