@@ -50,6 +50,9 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
 def state_memory_gib(config: RunConfig) -> tuple[dict[str, float], dict[str, float]]:
     """Parameters, masters, moments and gradients of one rank: on its GPU, and in host memory. In GiB with their total."""
     parts = dict.fromkeys(("parameters", "masters", "moments", "gradients"), 0.0)
+    # The gradients of a step's only micro-batch stay as they come; sums, and what goes to the host, are in grad_dtype.
+    summed = config.grad_accumulation > 1 or config.offload.mode == "full"
+    gradient_dtype = config.train.grad_dtype if summed else config.train.param_dtype
     for weight in weights(config.model):
         numel = weight.numel / config.parallelism.dp_shard  # experts too: efsdp x ep = dp_shard
         parts["parameters"] += numel * BYTES[config.train.param_dtype]
@@ -57,7 +60,7 @@ def state_memory_gib(config: RunConfig) -> tuple[dict[str, float], dict[str, flo
             continue
         parts["masters"] += numel * 4
         parts["moments"] += numel * _moment_bytes(config.optimizer.name, weight)
-        parts["gradients"] += numel * BYTES[config.train.grad_dtype]
+        parts["gradients"] += numel * BYTES[gradient_dtype]
     offloaded = {"none": (), "optimizer": ("moments",), "full": ("masters", "moments", "gradients")}[
         config.offload.mode
     ]

@@ -9,6 +9,7 @@ import torch
 
 from trainer.config import RunConfig
 from trainer.data import Batch
+from trainer.data.batch import to_device
 from trainer.models.moe import auxiliary_loss
 from trainer.models.qwen3 import Qwen3
 from trainer.optim.slabs import SlabOptimizer
@@ -41,13 +42,28 @@ class StepTotals:
         return [max(layer) * len(layer) / max(sum(layer), 1.0) for layer in self.tokens_per_expert]
 
 
-def forward_backward(model: Qwen3, batches: list[Batch], config: RunConfig, mesh: Mesh) -> StepTotals:
+@dataclass(frozen=True)
+class QueuedTotals:
+    """Sums that a device will have once it has done its work."""
+
+    sums: torch.Tensor  # [6] fp64, the fields of StepTotals in their order
+    tokens_per_expert: torch.Tensor | None  # [sparse layers, E]
+
+    def wait(self) -> StepTotals:
+        """Wait for the device."""
+        loss_sum, aux_loss, *counts = self.sums.tolist()
+        experts = [] if self.tokens_per_expert is None else self.tokens_per_expert.tolist()
+        return StepTotals(loss_sum, aux_loss, *(int(count) for count in counts), experts)
+
+
+def forward_backward(model: Qwen3, batches: list[Batch], config: RunConfig, mesh: Mesh) -> QueuedTotals:
     """Accumulate the gradients of the step: token losses over the step's global number of supervised tokens.
 
-    The auxiliary loss of Hugging Face is the mean over all micro-batches of all ranks, so it counts once per step.
+    Nothing here waits for a GPU, so that it never waits for the host. The auxiliary loss of Hugging Face is the mean
+    over all micro-batches of all ranks, so it counts once per step.
     """
-    counts = torch.tensor([batch_counts(batch) for batch in batches], dtype=torch.float64).sum(0).to(mesh.device)
-    mesh.all_reduce(counts)
+    counts = torch.tensor([batch_counts(batch) for batch in batches], dtype=torch.float64).sum(0)
+    counts = mesh.all_reduce(to_device(counts, mesh.device))
     per_token = counts[0].clamp_min(1).reciprocal().float()
     per_micro_batch = 1.0 / (len(batches) * mesh.world_size)
     coefficient = config.model.router_aux_loss_coef
@@ -59,15 +75,15 @@ def forward_backward(model: Qwen3, batches: list[Batch], config: RunConfig, mesh
         objective = loss_sum * per_token
         sums[0] += loss_sum.detach()
         if statistics:
-            real = torch.tensor(batch.real_tokens, device=mesh.device)
+            real = torch.full((), batch.real_tokens, device=mesh.device)  # filled there: a copy would wait
             auxiliary = auxiliary_loss(statistics, real) * per_micro_batch
             objective = objective + coefficient * auxiliary
             sums[1] += auxiliary.detach()
             experts.append(torch.stack([layer.tokens_per_expert.detach() for layer in statistics]))
         objective.backward()
     mesh.all_reduce(sums)
-    tokens_per_expert = mesh.all_reduce(torch.stack(experts).sum(0)).tolist() if experts else []
-    return StepTotals(*sums.tolist(), *(int(c) for c in counts.tolist()), tokens_per_expert)
+    tokens_per_expert = mesh.all_reduce(torch.stack(experts).sum(0)) if experts else None
+    return QueuedTotals(torch.cat((sums, counts)), tokens_per_expert)
 
 
 def batch_counts(batch: Batch) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -14,26 +13,12 @@ from trainer.checkpoint import store
 from trainer.config import RunConfig
 from trainer.data import build_data
 from trainer.kernels.capability import fastest_attention
+from trainer.metrics.mark import Mark
 from trainer.metrics.report import Report
 from trainer.optim.schedule import learning_rate
 from trainer.parallel.mesh import Mesh
 from trainer.state import TrainState
 from trainer.step import evaluate, forward_backward, refuse_nonfinite
-
-
-class Stopwatch:
-    """Seconds between laps; on a GPU the work queued so far is waited for."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        return seconds
 
 
 def expect_progress(timeout_s: float) -> None:
@@ -65,24 +50,26 @@ def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str) -> None:
         if resumed:
             store.load(run_dir, resumed, state, config, mesh)
         report.start(state, [f"run.json {digest}", sharding, *optimizer.describe(), *data.describe()])
-        watch = Stopwatch(mesh.device)
         while state.step < config.train.steps:
             expect_progress(config.train.stall_timeout_s)
+            marks = [Mark(mesh.device)]  # evaluation, saving and what the device did meanwhile are no part of a step
             batches = data.micro_batches()
-            times = {"data_time_s": watch.lap()}
-            totals = forward_backward(model, batches, config, mesh)
+            marks.append(Mark(mesh.device))
+            queued = forward_backward(model, batches, config, mesh)
             norm = optimizer.grad_norm()
+            marks.append(Mark(mesh.device))
+            report.flush()  # the former step's row, while the device is busy with this one
+            totals = queued.wait()
             refuse_nonfinite(state.step + 1, totals, norm.item(), optimizer, mesh)
-            times["forward_backward_time_s"] = watch.lap()
             lr = update(state, norm, config) if totals.supervised_tokens else 0.0
             optimizer.zero_grad()
+            marks.append(Mark(mesh.device))
             state.step += 1
             state.supervised_tokens += totals.supervised_tokens
-            times["optimizer_time_s"] = watch.lap()
             eval_loss = evaluate(model, data.eval_batches(), mesh) if evaluation_is_due(state.step, config) else None
-            report.step(state, totals, norm.item(), lr, times, eval_loss)
+            report.step(state, totals, norm.item(), lr, marks, eval_loss)
             if store.save_is_due(state.step, config):
+                report.flush()
                 store.save(run_dir, state, config, mesh)
-            watch.lap()  # evaluation, reporting and saving are no part of the step
         report.finish(state)
     faulthandler.cancel_dump_traceback_later()

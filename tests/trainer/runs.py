@@ -83,7 +83,7 @@ def five_steps(config_dict, micro_batches=4):
     per_rank = micro_batches // mesh.world_size
     for step in range(5):
         batches = [make_batch(step, m * mesh.world_size + mesh.rank) for m in range(per_rank)]
-        totals = forward_backward(model, batches, config, mesh)
+        totals = forward_backward(model, batches, config, mesh).wait()
         norm = optimizer.grad_norm()
         refuse_nonfinite(step + 1, totals, norm.item(), optimizer, mesh)
         if step == 0:

@@ -307,6 +307,22 @@ def test_the_log_names_dtypes_places_and_sizes():
         "  master: float32 on cpu, 0.250 GiB",
         "  exp_avg: float32 on cpu, 0.250 GiB",
         "  exp_avg_sq: float32 on cpu, 0.250 GiB",
-        "  gradients: bfloat16 on cpu, 0.125 GiB",
+        "  gradients: as they come, from a step's second micro-batch on in bfloat16",
     ]
-    assert optimizer.host_memory_gib == 0.875
+    assert optimizer.host_memory_gib == 0.75
+    optimizer = build(named, "full", "fp32")
+    assert optimizer.describe()[-1] == "  gradients: float32 on cpu, 0.250 GiB" and optimizer.host_memory_gib == 1
+
+
+def test_the_only_gradient_of_a_step_is_neither_copied_nor_cast():
+    w = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = build({"w": w})
+    gradients = []
+    w.register_hook(lambda gradient: gradients.append(gradient.data_ptr()))
+    (w * 2).sum().backward()
+    kept = optimizer.gradients()["w"]
+    assert kept.dtype == torch.bfloat16 and kept.data_ptr() == gradients[0]
+    (w * 2).sum().backward()
+    assert optimizer.gradients()["w"].dtype == torch.float32 and (optimizer.gradients()["w"] == 4).all()
+    optimizer.zero_grad()
+    assert (optimizer.gradients()["w"] == 0).all()

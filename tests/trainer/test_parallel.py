@@ -80,7 +80,7 @@ def _forced_routing(config_dict, tied):
             module.register_forward_pre_hook(lambda router, inputs: (inputs[0].abs(),))
             first_two = torch.arange(start, stop)[:, None] < 2
             weight.copy_(torch.zeros(()) if tied else torch.where(first_two, 1.0, -1.0).expand_as(weight))
-    totals = forward_backward(model, [make_batch(0, m) for m in (1, 2)], config, mesh)
+    totals = forward_backward(model, [make_batch(0, m) for m in (1, 2)], config, mesh).wait()
     experts = {name: g.clone() for name, g in optimizer.gradients().items() if ".experts." in name}
     return totals.tokens_per_expert, experts, totals.loss
 
@@ -104,7 +104,7 @@ def _empty_shards(config_dict):
     mesh = build_mesh(config.parallelism, torch.device("cpu"))
     model, optimizer, _ = build(config, mesh)
     sizes = [p._local_tensor.shape[0] for m in model.modules() if isinstance(m, Experts) for p in m.parameters()]
-    totals = forward_backward(model, [make_batch(0, mesh.rank)], config, mesh)
+    totals = forward_backward(model, [make_batch(0, mesh.rank)], config, mesh).wait()
     norm = optimizer.grad_norm()
     optimizer.clip(norm)
     optimizer.step(0.01)
@@ -126,7 +126,7 @@ def _nonfinite(config_dict):
     config = from_dict(config_dict)
     mesh = build_mesh(config.parallelism, torch.device("cpu"))
     model, optimizer, _ = build(config, mesh)
-    totals = forward_backward(model, [make_batch(0, mesh.rank)], config, mesh)
+    totals = forward_backward(model, [make_batch(0, mesh.rank)], config, mesh).wait()
     if mesh.rank == 1:
         optimizer.gradients()["layers.1.self_attn.q_proj.weight"][0, 0] = float("inf")
     try:

@@ -174,7 +174,7 @@ def test_a_non_finite_loss_stops_before_the_update_and_leaves_a_file(tmp_path):
         "def broken(model, *rest):\n"
         "    calls.append(1)\n"
         "    totals = original(model, *rest)\n"
-        "    if len(calls) == 3: totals.loss_sum = float('nan')\n"
+        "    if len(calls) == 3: totals.sums[0] = float('nan')\n"
         "    return totals\n"
         "t.forward_backward = broken"
     )

@@ -18,6 +18,11 @@ class DataError(ConfigError):
     """The data cannot be trained on; the text says what is there and what is needed."""
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on a device; does not wait for what is queued there, as a copy from pageable memory does."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Batch:
     """int64 tensors [B, S]. labels[i] is the target of position i; positions restart with each document.
@@ -41,10 +46,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; does not wait for it."""
-        if device.type == "cpu":
-            return self
         moved = {
-            name: tensor.pin_memory().to(device, non_blocking=True)
+            name: to_device(tensor, device)
             for name in ("input_ids", "labels", "position_ids", "document_ids")
             if (tensor := getattr(self, name)) is not None
         }

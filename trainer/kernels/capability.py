@@ -5,14 +5,20 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
+@cache
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
 def has_triton(device: torch.device) -> bool:
     """Whether Triton kernels run on this device."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and _is_installed("triton")
 
 
 @contextmanager

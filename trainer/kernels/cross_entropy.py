@@ -11,10 +11,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from trainer.kernels.accumulate import add
 from trainer.kernels.capability import has_triton
 
 IGNORE = -100  # a label that is not supervised
-CHUNK_TOKENS = 8192  # 2.5 GB of bf16 logits at V = 151936
+CHUNK_TOKENS = 16384  # 5 GB of bf16 logits at V = 151936; two chunks also need the head's gradient twice, in fp32
 
 
 def cross_entropy_(logits_NV: torch.Tensor, labels_N: torch.Tensor, with_grad: bool) -> torch.Tensor:
@@ -58,7 +59,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if needs_weight:
                 part = logits.T @ hidden
                 # Summed over chunks in fp32: a bf16 sum loses small contributions.
-                grad_weight = part if grad_weight is None else grad_weight.float().add_(part)
+                grad_weight = part if grad_weight is None else add(grad_weight, part, torch.float32)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight_VD.dtype
         return loss

@@ -13,11 +13,12 @@ SPAN = 2**26  # elements that are worked on at once: 256 MiB of fp32
 
 @dataclass(frozen=True)
 class Placement:
-    """Where slabs live: masters and gradients where the step is computed, moments perhaps elsewhere."""
+    """Where slabs live: masters where the step is computed, moments perhaps elsewhere."""
 
     compute: torch.device
     moments: torch.device
     staged: bool  # moments are copied to the computing device and back around the step, span by span
+    gradients_travel: bool  # the step is computed on another device than the backward pass
     pinned: bool  # what lives on the host
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -30,9 +31,9 @@ def placement(mode: str, device: torch.device) -> Placement:
     """offload.mode as a placement."""
     host, pinned = torch.device("cpu"), device.type == "cuda"
     if mode == "full":
-        return Placement(host, host, staged=False, pinned=pinned)
+        return Placement(host, host, staged=False, gradients_travel=True, pinned=pinned)
     staged = mode == "optimizer"
-    return Placement(device, host if staged else device, staged, pinned)
+    return Placement(device, host if staged else device, staged, gradients_travel=False, pinned=pinned)
 
 
 def host_zeros(numel: int, dtype: torch.dtype, pinned: bool) -> torch.Tensor:

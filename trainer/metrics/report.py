@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -13,12 +17,15 @@ from trainer.config import RunConfig
 from trainer.flops import flops_at_length, flops_per_token
 from trainer.metrics.environment import device_name, environment, host_memory_gib, peak_memory_gib
 from trainer.metrics.files import read_rows
+from trainer.metrics.mark import Mark
 from trainer.metrics.peak import resolve_peak
 from trainer.metrics.rates import build_result, rates
 from trainer.metrics.recorder import Recorder
 from trainer.parallel.mesh import Mesh
 from trainer.state import TrainState
 from trainer.step import StepTotals
+
+PHASES = ("data_time_s", "forward_backward_time_s", "optimizer_time_s")
 
 
 class Report:
@@ -28,6 +35,7 @@ class Report:
         self._config, self._run_dir, self._mesh = config, run_dir, mesh
         self._name = device_name(mesh.device)
         attempt = max(1, sum(1 for _ in run_dir.glob("logs/attempt_*")))
+        self._flush: Callable[[], None] | None = None  # writes the row of a step that a GPU may still be busy with
         self._recorder = Recorder(run_dir, config, mesh.rank, mesh.world_size, self._name, attempt, resumed)
 
     def __enter__(self) -> Self:
@@ -35,6 +43,8 @@ class Report:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
+            with suppress(Exception):  # of a device that failed; the error that came first counts
+                self.flush()
             self._recorder.finish("failed", error=f"{kind.__name__}: {error}")
 
     def start(self, state: TrainState, lines: list[str]) -> None:
@@ -54,15 +64,14 @@ class Report:
         totals: StepTotals,
         grad_norm: float,
         lr: float,
-        times: dict[str, float],
+        marks: list[Mark],
         eval_loss: float | None,
     ) -> None:
-        """Record the step that just ended."""
-        config, world_size = self._config, self._mesh.world_size
-        step_time_s = sum(times.values())
-        positions = totals.real_tokens + totals.padded_tokens
-        flops = flops_at_length(config, totals.squared_document_len / positions)
-        row = {
+        """Record the step that just ended, or will when the GPU gets there: then flush() writes it.
+
+        marks: the step's begin, and the ends of waiting for data, of forward and backward, and of the optimizer.
+        """
+        values = {
             "loss": totals.loss,
             "aux_loss": totals.aux_loss if totals.tokens_per_expert else None,
             "eval_loss": eval_loss,
@@ -73,20 +82,32 @@ class Report:
             "real_tokens": totals.real_tokens,
             "padded_tokens": totals.padded_tokens,
             **{name: state.data.counts.get(name) for name in ("truncated_tokens", "dropped_tokens")},  # of the epoch
-            "step_time_s": step_time_s,
-            **times,
-            **rates(config, flops, self._peak, step_time_s, positions // world_size, totals.real_tokens),
             "peak_memory_gib": peak_memory_gib(self._mesh.device).get("allocated"),
             "load_balance_max_over_mean": max(totals.load_balance, default=None),
             **{f"load_balance/{layer}": value for layer, value in self._load_by_layer(totals)},
         }
-        self._recorder.row(state.step, row)
+        self._flush = partial(self._write, state.step, values, totals, marks)
+        if marks[-1].passed():
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the row that step() left, if any; waits for the GPU to end that step."""
+        flush, self._flush = self._flush, None
+        if flush is not None:
+            flush()
+
+    def _write(self, step: int, values: dict[str, Any], totals: StepTotals, marks: list[Mark]) -> None:
+        config, world_size = self._config, self._mesh.world_size
+        times = dict(zip(PHASES, (end.since(begin) for begin, end in pairwise(marks)), strict=True))
+        step_time_s = sum(times.values())
+        positions = totals.real_tokens + totals.padded_tokens
+        flops = flops_at_length(config, totals.squared_document_len / positions)
+        throughput = rates(config, flops, self._peak, step_time_s, positions // world_size, totals.real_tokens)
+        self._recorder.row(step, {**values, "step_time_s": step_time_s, **times, **throughput})
         if self._mesh.rank == 0:
             loss = f"loss {totals.loss:.4f}" if totals.supervised_tokens else "0 supervised tokens, no update"
-            print(
-                f"step {state.step}/{config.train.steps}  {loss}  grad_norm {grad_norm:.4f}  {step_time_s:.3f} s",
-                flush=True,
-            )
+            grad_norm = f"grad_norm {values['grad_norm']:.4f}"
+            print(f"step {step}/{config.train.steps}  {loss}  {grad_norm}  {step_time_s:.3f} s", flush=True)
 
     def _load_by_layer(self, totals: StepTotals) -> zip:
         model = self._config.model
@@ -95,6 +116,7 @@ class Report:
 
     def finish(self, state: TrainState) -> None:
         """Write the result of a run that has done all its steps. All ranks call it."""
+        self.flush()
         config, device = self._config, self._mesh.device
         memory = {name: self._largest(value) for name, value in peak_memory_gib(device).items()}
         host = self._largest(host_memory_gib())

@@ -103,14 +103,14 @@ class SparseMoe(nn.Module):
         N, K, E = x_ND.shape[0], self.gate.top_k, self.gate.num_experts
         scores_NK, ids_NK, probabilities_NE = self.gate(x_ND)
         order, inverse, ends = sort_by_expert(ids_NK.flatten(), E)
-        x_RD = gather_rows(x_ND, order, inverse, K)
+        x_RD = gather_rows(x_ND, inverse, K)
         scores_R = scores_NK.flatten()[order]
         if self.ep_group is None:
             y_RD = self.experts(x_RD, scores_R, ends)
         else:
             even = self.gate.balanced and N * K % E == 0
             y_RD = on_expert_ranks(self.experts, x_RD, scores_R, ends, self.ep_group, N * K if even else -1)
-        y_ND = combine_rows(y_RD, order, inverse, K)
+        y_ND = combine_rows(y_RD, inverse, K)
 
         if real_N is None:
             counts_E = torch.diff(ends, prepend=ends.new_zeros(1)).float()

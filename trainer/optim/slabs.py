@@ -1,8 +1,9 @@
-"""The optimizer: fp32 masters, moments and accumulated gradients in contiguous slabs.
+"""The optimizer: fp32 masters and moments in contiguous slabs, and the sums of the gradients.
 
-Gradients leave `.grad` as soon as they are there and accumulate in the slab, in a dtype of their own. Every pass over
-a slab goes in spans of bounded size, so that a step needs little memory besides the slabs, however large they are.
-Offloading is only the question of where a slab lives and who computes.
+Gradients leave `.grad` as soon as they are there. The first of a step stays as it is, since it is its own sum: with one
+micro-batch a step nothing is copied, cast or cleared. From the second on they are summed in a dtype of their own. Where
+the step is computed on the host, they go to a slab there. Every pass goes in spans of bounded size, so that a step
+needs little memory besides the slabs. Offloading is only the question of where a slab lives and who computes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from trainer.config import ConfigError, RunConfig
+from trainer.kernels.accumulate import add
 from trainer.kernels.capability import has_triton
 from trainer.memory.offload import SPAN, Placement, flat_spans, move, placement
 from trainer.optim.adamw import AdamW, FusedAdamW
@@ -52,25 +54,26 @@ class Slab:
         numel = 0
         for member in members:
             self._ranges[member.name] = slice(numel, numel + member.tensor.numel())
-            numel += -(-member.tensor.numel() // ALIGNMENT) * ALIGNMENT  # the gaps stay zero under every rule
+            numel += -(-member.tensor.numel() // ALIGNMENT) * ALIGNMENT
         self.master = place.zeros(numel, torch.float32, place.compute)
-        self.grad = place.zeros(numel, grad_dtype, place.compute)
         self.moments = {kind: place.zeros(numel, torch.float32, place.moments) for kind in rule.moments}
-        self._parts = list(self._matrix_parts() if rule.of_matrices else ((s, None) for s in flat_spans(numel)))
-        self._unwritten: set[str] = set()  # gradients that still hold the former step's
+        self.grad_dtype = grad_dtype
+        self.host_grad = place.zeros(numel, grad_dtype, place.compute) if place.gradients_travel else None
+        self._sums: dict[str, torch.Tensor] = {}  # of this step's gradients, flat, by parameter name
 
-    def _matrix_parts(self) -> Iterator[tuple[slice, Matrices]]:
-        for member in self.members:
-            start, shape = self._ranges[member.name].start, member.tensor.shape
-            if len(shape) == 2:  # also without a row here: the others need this rank when they gather
-                matrices = Matrices((1, *shape), member.full_rows, member.shard_group)
-                yield self._ranges[member.name], matrices
-                continue
+    def _parts(self, member: LocalParameter) -> Iterator[tuple[slice, Matrices | None]]:
+        """Bounded ranges of a parameter's elements that are updated at once."""
+        shape = member.tensor.shape
+        if not self.rule.of_matrices:
+            yield from ((span, None) for span in flat_spans(shape.numel()))
+        elif len(shape) == 2:  # also without a row here: the others need this rank when they gather
+            yield slice(0, shape.numel()), Matrices((1, *shape), member.full_rows, member.shard_group)
+        else:
             count, rows, columns = shape  # sharded by whole matrices
             at_once = max(1, SPAN // (rows * columns))
             for first in range(0, count, at_once):
                 last = min(first + at_once, count)
-                span = slice(start + first * rows * columns, start + last * rows * columns)
+                span = slice(first * rows * columns, last * rows * columns)
                 yield span, Matrices((last - first, rows, columns), rows)
 
     def view(self, slab: torch.Tensor, member: LocalParameter) -> torch.Tensor:
@@ -82,42 +85,62 @@ class Slab:
         return {"master": self.master, **self.moments}
 
     def accumulate(self, member: LocalParameter, gradient: torch.Tensor) -> None:
-        """Add a flat gradient; the first of a step replaces what is there, which saves clearing and reading it."""
-        into = torch.Tensor.copy_ if member.name in self._unwritten else torch.Tensor.add_
-        self._unwritten.discard(member.name)
-        move(self.view(self.grad, member), gradient, into)
+        """Take over a flat gradient, or add it to those of this step."""
+        total = self._sums.get(member.name)
+        if self.host_grad is not None:
+            into = torch.Tensor.copy_ if total is None else torch.Tensor.add_
+            total = self.view(self.host_grad, member)
+            move(total, gradient, into)
+        elif total is None:
+            # fp32 holds every gradient exactly, so the cast can wait for a second one.
+            total = gradient if self.grad_dtype == torch.float32 else gradient.to(self.grad_dtype)
+        else:
+            total = add(total, gradient, self.grad_dtype)
+        self._sums[member.name] = total
+
+    def gradient(self, member: LocalParameter) -> torch.Tensor:
+        """The sum of a parameter's gradients in this step, flat; zero where none came."""
+        if member.name not in self._sums:
+            home = member.tensor.new_empty(member.tensor.numel())
+            home = home if self.host_grad is None else self.view(self.host_grad, member)
+            self._sums[member.name] = home.zero_()
+        return self._sums[member.name]
 
     def forget_gradients(self) -> None:
-        self._unwritten = set(self._ranges)
-
-    def settle(self) -> None:
-        """A parameter without a gradient in this step has a gradient of zero."""
-        for member in self.members:
-            if member.name in self._unwritten:
-                self.view(self.grad, member).zero_()
-        self._unwritten = set()
+        self._sums = {}
 
     def step(self, lr: float, step: int, scale: torch.Tensor | None) -> None:
         """Update the masters from the gradients times `scale` (None: 1) and write them to the parameters."""
-        if isinstance(self.rule, FusedAdamW):
-            for member in self.members:
-                views = [self.view(slab, member) for slab in (self.master, self.grad, *self.moments.values())]
-                self.rule.update_parameter(*views, local(member.parameter).view(-1), scale, self._decay, lr, step)
-            return
-        for span, matrices in self._parts:
-            self._update(span, matrices, lr, step, scale)
-        self.write_parameters()
+        for member in self.members:
+            views = {kind: self.view(slab, member) for kind, slab in self.states().items()}
+            master, gradient = views.pop("master"), self.gradient(member)
+            if isinstance(self.rule, FusedAdamW):
+                parameter = local(member.parameter).view(-1)
+                self.rule.update_parameter(master, gradient, *views.values(), parameter, scale, self._decay, lr, step)
+                continue
+            for span, matrices in self._parts(member):
+                homes = {kind: moment[span] for kind, moment in views.items()}
+                self._update(master[span], gradient[span], homes, matrices, lr, step, scale)
+        if not isinstance(self.rule, FusedAdamW):
+            self.write_parameters()
 
-    def _update(self, span: slice, matrices: Matrices | None, lr: float, step: int, scale: torch.Tensor | None) -> None:
-        homes = {kind: moment[span] for kind, moment in self.moments.items()}
+    def _update(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        homes: dict[str, torch.Tensor],
+        matrices: Matrices | None,
+        lr: float,
+        step: int,
+        scale: torch.Tensor | None,
+    ) -> None:
         moments = homes
         if self._place.staged:
             moments = {kind: home.to(self._place.compute, copy=True) for kind, home in homes.items()}
-        grad = self.grad[span].float()
+        grad = gradient.float()
         if scale is not None:  # at most one copy of the span
-            own = grad.data_ptr() != self.grad[span].data_ptr()
-            grad = torch.mul(grad, scale.to(grad.device), out=grad if own else None)
-        self.rule.update(Part(self.master[span], grad, moments, self._decay, matrices), lr, step)
+            grad = torch.mul(grad, scale.to(grad.device), out=None if grad is gradient else grad)
+        self.rule.update(Part(master, grad, moments, self._decay, matrices), lr, step)
         if self._place.staged:
             for kind, home in homes.items():
                 home.copy_(moments[kind])
@@ -131,13 +154,16 @@ class Slab:
         for member in self.members:
             move(self.view(self.master, member), local(member.parameter).view(-1))
 
-    def squared_norm(self) -> torch.Tensor:
-        """Sum of squares of the gradients, fp64."""
+    def squared_norm(self) -> torch.Tensor | None:
+        """Sum of squares of the gradients, 0-dim fp64; None without a parameter."""
         # A GPU sums fp32 in a tree; a CPU sums one after the other, which over millions of elements needs fp64.
-        dtype = torch.float64 if self.grad.device.type == "cpu" else torch.float32
-        norms = [torch.linalg.vector_norm(self.grad[span], dtype=dtype) for span in flat_spans(self.grad.numel())]
-        norms = norms or [self.grad.new_zeros((), dtype=dtype)]
-        return torch.stack(norms).double().square().sum()
+        dtype = torch.float64 if self._place.compute.type == "cpu" else torch.float32
+        norms = [
+            torch.linalg.vector_norm(gradient[span], dtype=dtype)
+            for gradient in map(self.gradient, self.members)
+            for span in flat_spans(gradient.numel())
+        ]
+        return torch.stack(norms).double().square().sum() if norms else None
 
 
 class SlabOptimizer:
@@ -158,21 +184,16 @@ class SlabOptimizer:
         return ((slab, member) for slab in self._slabs for member in slab.members)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """What has accumulated so far, by parameter name: views of the slabs in the shard's shape."""
-        self._settle()
-        return {m.name: slab.view(slab.grad, m).view(m.tensor.shape) for slab, m in self._members()}
-
-    def _settle(self) -> None:
-        for slab in self._slabs:
-            slab.settle()
+        """What has accumulated so far, by parameter name, in the shard's shape."""
+        return {m.name: slab.gradient(m).view(m.tensor.shape) for slab, m in self._members()}
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
         """Norm of the accumulated gradients of the whole model, 0-dim fp32 on the device; one all-reduce."""
-        self._settle()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for slab in self._slabs:
-            total += slab.squared_norm().to(self._device)
+        for squared in (slab.squared_norm() for slab in self._slabs):
+            if squared is not None:
+                total += squared.to(self._device)
         if self._norm_group is not None:
             dist.all_reduce(total, group=self._norm_group)
         return total.sqrt().float()
@@ -180,13 +201,12 @@ class SlabOptimizer:
     @torch.no_grad()
     def nonfinite_parameters(self) -> list[str]:
         """Names of this rank's parameters whose accumulated gradient is not finite; waits for the device once."""
-        self._settle()
         names, largest = [], []
         for slab, member in self._members():
             if member.tensor.numel():
                 names.append(member.name)
                 # The maximum keeps NaN and needs no temporary, unlike isfinite.
-                largest.append(torch.linalg.vector_norm(slab.view(slab.grad, member), ord=torch.inf).float())
+                largest.append(torch.linalg.vector_norm(slab.gradient(member), ord=torch.inf).float())
         finite = torch.stack(largest).isfinite().tolist() if largest else []
         return [name for name, ok in zip(names, finite, strict=True) if not ok]
 
@@ -199,7 +219,6 @@ class SlabOptimizer:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update masters and parameters from the accumulated gradients, which stay until zero_grad()."""
-        self._settle()
         self._steps += 1
         for slab in self._slabs:
             slab.step(lr, self._steps, self._scale)
@@ -252,28 +271,36 @@ class SlabOptimizer:
     @property
     def host_memory_gib(self) -> float:
         """GiB of slabs in host memory."""
-        tensors = [t for slab in self._slabs for t in (*slab.states().values(), slab.grad)]
+        tensors = [t for slab in self._slabs for t in (*slab.states().values(), slab.host_grad) if t is not None]
         return sum(t.nbytes for t in tensors if t.device.type == "cpu") / GIB
 
     def describe(self) -> list[str]:
         """Dtype, place and size of every kind of slab, for the start-up log."""
         rules = " + ".join(dict.fromkeys(type(slab.rule).__name__ for slab in self._slabs))
-        sizes: dict[tuple[str, str, str], int] = {}
+        sizes: dict[tuple[str, torch.dtype, torch.device], int] = {}
         for slab, member in self._members():
-            key = ("parameters", str(member.tensor.dtype), str(member.tensor.device))
-            sizes[key] = sizes.get(key, 0) + member.tensor.nbytes
-        for slab in self._slabs:
-            for kind, tensor in {**slab.states(), "gradients": slab.grad}.items():
-                key = (kind, str(tensor.dtype), str(tensor.device))
+            kinds = {"parameters": member.tensor, **{k: slab.view(t, member) for k, t in slab.states().items()}}
+            if slab.host_grad is not None:
+                kinds["gradients"] = slab.view(slab.host_grad, member)
+            for kind, tensor in kinds.items():
+                key = (kind, tensor.dtype, tensor.device)
                 sizes[key] = sizes.get(key, 0) + tensor.nbytes
-        return [f"optimizer {rules}, offload {self._offload}"] + [
-            f"  {kind}: {dtype.removeprefix('torch.')} on {device}, {size / GIB:.3f} GiB"
+        lines = [
+            f"  {kind}: {_name(dtype)} on {device}, {size / GIB:.3f} GiB"
             for (kind, dtype, device), size in sizes.items()
         ]
+        if not any(kind == "gradients" for kind, _, _ in sizes):
+            dtypes = dict.fromkeys(_name(slab.grad_dtype) for slab in self._slabs)
+            lines.append(f"  gradients: as they come, from a step's second micro-batch on in {', '.join(dtypes)}")
+        return [f"optimizer {rules}, offload {self._offload}", *lines]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def accumulate_into(slab: Slab, member: LocalParameter) -> Callable[[nn.Parameter], None]:
-    """A hook that moves the parameter's gradient into the slab, so that none accumulates in the parameter's dtype."""
+    """A hook that hands the parameter's gradient to the slab, so that none accumulates in the parameter's dtype."""
 
     @torch.no_grad()
     def hook(parameter: nn.Parameter) -> None:

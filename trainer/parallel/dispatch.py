@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # the inverse of group.group_name: no public one
 
-from trainer.kernels.permute import combine_rows, gather_rows
+from trainer.kernels.permute import combine_rows, gather_rows, invert
 
 
 @torch.library.custom_op("moe::exchange_counts", mutates_args=())
@@ -84,7 +84,7 @@ def on_expert_ranks(experts, x_RD, scores_R, ends_E, group: dist.ProcessGroup, r
     expert_of_part = torch.arange(received_PL.shape[1], device=x.device).expand_as(received_PL)
     expert_of_row = torch.repeat_interleave(expert_of_part.flatten(), received_PL.flatten(), output_size=x.shape[0])
     order = torch.argsort(expert_of_row, stable=True)
-    inverse = torch.empty_like(order).scatter(0, order, torch.arange(x.shape[0], device=x.device))
+    inverse = invert(order)
     ends_L = received_PL.sum(0).cumsum(0).int()
-    y = experts(gather_rows(x, order, inverse, 1), gather_rows(scores, order, inverse, 1)[:, 0], ends_L)
-    return all_to_all(combine_rows(y, order, inverse, 1), receive_P, send_P, x_RD.shape[0], name)
+    y = experts(gather_rows(x, inverse, 1), gather_rows(scores, inverse, 1)[:, 0], ends_L)
+    return all_to_all(combine_rows(y, inverse, 1), receive_P, send_P, x_RD.shape[0], name)
