@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from trainer.__main__ import main
-from trainer.kernels.attention import attention_reference
+from trainer.kernels.attention import AttentionKernels, attention_reference
 from trainer.kernels.cross_entropy import linear_cross_entropy_reference
 from trainer.kernels.grouped_mm import grouped_mm_reference
 
@@ -19,6 +19,7 @@ if __name__ == "__main__":
     with (
         patch("trainer.models.moe.grouped_mm", grouped_mm_reference),
         patch("trainer.models.qwen3.attention", attention_reference),
+        patch("trainer.build.choose_kernels", lambda *_, **__: AttentionKernels()),
         patch("trainer.models.qwen3.linear_cross_entropy", linear_cross_entropy_reference),
     ):
         main(Path(sys.argv[1]).resolve())

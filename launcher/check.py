@@ -244,6 +244,12 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
 
 def _data(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     data = config.data
+    if data.document_len and data.name != "random":
+        yield problem(config, ["data.name", "data.document_len"], "only data=random makes documents", "data=random")
+    if data.document_len and not 2 <= data.document_len <= data.seq_len:
+        yield problem(
+            config, ["data.document_len", "data.seq_len"], "has to be 0 or from 2 to data.seq_len", "data.document_len=0"
+        )
     if data.name == "chat" and not data.path:
         yield problem(config, ["data.name", "data.path"], "needs a JSONL file or a Hugging Face dataset", "data=sample")
     elif data.name != "chat" and data.path:

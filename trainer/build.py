@@ -9,6 +9,7 @@ from torch import nn
 
 from trainer.compile import apply_compile
 from trainer.config import ConfigError, ModelConfig, RunConfig
+from trainer.kernels.attention import choose_kernels, describe
 from trainer.memory.ac import apply_ac
 from trainer.models.init import init_weights
 from trainer.models.moe import Router
@@ -32,8 +33,8 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
             model.get_parameter(name).requires_grad_(False)
 
 
-def build_model(config: RunConfig, mesh: Mesh) -> tuple[Qwen3, str]:
-    """The sharded model with random weights, and in words how it was sharded.
+def build_model(config: RunConfig, mesh: Mesh) -> tuple[Qwen3, list[str]]:
+    """The sharded model with random weights, and in words what was chosen for it.
 
     Order: meta device -> expert parallel -> activation checkpointing -> compile -> FSDP -> memory -> weights.
     """
@@ -47,10 +48,13 @@ def build_model(config: RunConfig, mesh: Mesh) -> tuple[Qwen3, str]:
     apply_ac(model, config.ac.mode)
     apply_compile(model, config.compile.mode)
     chosen = shard(model, mesh, DTYPES[config.train.grad_dtype])
+    model.attention_kernels = choose_kernels(
+        mesh.device, dtype, config.model.head_dim, compiled=config.compile.mode != "none"
+    )
     model.to_empty(device=mesh.device)
     model.tie_weights()
     init_weights(model, config.train.seed, mesh.ep_rank)
-    return model, chosen
+    return model, [chosen, *describe(model.attention_kernels)]
 
 
 def local_parameters(model: Qwen3) -> list[LocalParameter]:
@@ -70,7 +74,7 @@ def local_parameters(model: Qwen3) -> list[LocalParameter]:
     ]
 
 
-def build(config: RunConfig, mesh: Mesh) -> tuple[Qwen3, SlabOptimizer, str]:
+def build(config: RunConfig, mesh: Mesh) -> tuple[Qwen3, SlabOptimizer, list[str]]:
     """Model and optimizer; weights of model.weights are loaded before the optimizer copies its masters."""
     model, chosen = build_model(config, mesh)
     if config.model.weights:

@@ -135,6 +135,7 @@ class DataConfig:
     micro_batch_size: int = 1  # sequences per rank and forward
     global_batch_size: int = 0  # sequences per optimizer step over all ranks; 0: one micro-batch per rank
     long_documents: str = one_of("split", "split", "truncate", "drop")  # what happens to one longer than seq_len
+    document_len: int = 0  # random: tokens of a document, packed; 0: one document fills a row
     validation_fraction: float = 0.0  # share of documents held out
     eval_every_steps: int = 0  # 0: never
     shuffle: bool = True

@@ -71,7 +71,7 @@ def forward_backward(model: Qwen3, batches: list[Batch], config: RunConfig, mesh
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     experts = []
     for batch in (batch.to(mesh.device) for batch in batches):
-        loss_sum, statistics = model(batch.input_ids, batch.position_ids, batch.document_ids, batch.labels)
+        loss_sum, statistics = model(*batch.inputs)
         objective = loss_sum * per_token
         sums[0] += loss_sum.detach()
         if statistics:
@@ -113,7 +113,7 @@ def evaluate(model: Qwen3, batches: list[Batch], mesh: Mesh) -> float:
     """Mean loss over the supervised tokens of the held-out batches of all ranks."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batch in (batch.to(mesh.device) for batch in batches):
-        loss_sum, _ = model(batch.input_ids, batch.position_ids, batch.document_ids, batch.labels)
+        loss_sum, _ = model(*batch.inputs)
         sums += torch.stack((loss_sum.double(), sums.new_tensor(batch.supervised_tokens)))
     loss_sum, tokens = mesh.all_reduce(sums).tolist()
     return loss_sum / tokens if tokens else math.nan

@@ -45,11 +45,11 @@ def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str) -> None:
     with Report(config, run_dir, mesh, resumed) as report, fastest_attention():
         store.refuse_balanced(config)
         data = build_data(config, mesh.rank, mesh.world_size)
-        model, optimizer, sharding = build(config, mesh)
+        model, optimizer, chosen = build(config, mesh)
         state = TrainState(model, optimizer, data)
         if resumed:
             store.load(run_dir, resumed, state, config, mesh)
-        report.start(state, [f"run.json {digest}", sharding, *optimizer.describe(), *data.describe()])
+        report.start(state, [f"run.json {digest}", *chosen, *optimizer.describe(), *data.describe()])
         while state.step < config.train.steps:
             expect_progress(config.train.stall_timeout_s)
             marks = [Mark(mesh.device)]  # evaluation, saving and what the device did meanwhile are no part of a step

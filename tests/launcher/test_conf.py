@@ -149,6 +149,7 @@ def test_the_reference_benchmark_is_pinned_field_by_field(resolved):
             "micro_batch_size": 1,
             "global_batch_size": 32,
             "long_documents": "split",
+            "document_len": 0,
             "validation_fraction": 0.0,
             "eval_every_steps": 0,
             "shuffle": True,

@@ -15,6 +15,7 @@ import torch
 
 from trainer.config import ConfigError, DataConfig, ModelConfig, ParallelismConfig, RunConfig, TrainConfig
 from trainer.data import Batch, DataError, build_data, build_tokenizer
+from trainer.data.batch import starts_of
 from trainer.data.packing import pack
 from trainer.data.sources import conversations, tokenize
 
@@ -157,6 +158,25 @@ def test_random_rows_are_one_full_document_and_never_repeat():
     ids = torch.cat([batch.input_ids for batch in batches])
     assert len(ids.unique(dim=0)) == 100 and 0 <= ids.min() and 150_000 < ids.max() < 151_936
     assert ids.double().mean() == pytest.approx(151_935 / 2, rel=0.05)
+
+
+def test_random_documents_are_packed_without_a_label_across_a_border():
+    data = build_data(run(name="random", document_len=10), 0, 1)
+    (batch,) = data.micro_batches()
+    assert batch.document_ids[0].tolist() == [i // 10 for i in range(SEQ)]
+    assert batch.position_ids[0].tolist() == [i % 10 for i in range(SEQ)]
+    assert batch.document_starts.tolist() == [*range(0, SEQ, 10), SEQ]
+    inside = torch.tensor([i % 10 != 9 and i != SEQ - 1 for i in range(SEQ)])
+    assert torch.equal(batch.labels[0] != -100, inside)
+    assert torch.equal(batch.labels[0, :-1][inside[:-1]], batch.input_ids[0, 1:][inside[:-1]])
+    assert batch.supervised_tokens == data.counts["supervised_tokens"] == inside.sum()
+    assert data.counts["documents"] == -(-SEQ // 10)
+
+
+def test_documents_start_where_the_id_changes_and_where_a_row_begins():
+    ids = torch.tensor([[0, 0, 1, 2, -1, -1], [0, 0, 0, 0, 0, 0]])
+    assert starts_of(ids).tolist() == [0, 2, 3, 4, 6, 12]
+    assert starts_of(ids).dtype == torch.int32
 
 
 # Ranks, epochs, resume

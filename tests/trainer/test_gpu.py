@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import trainer.build
 import trainer.models.moe
 import trainer.models.qwen3
 from trainer.build import build
 from trainer.compile import graph_breaks
 from trainer.config import ModelConfig, OptimizerConfig, ParallelismConfig, RunConfig, from_dict, to_dict
 from trainer.data import build_data
-from trainer.kernels.attention import attention_reference
+from trainer.kernels.attention import AttentionKernels, attention_reference
 from trainer.kernels.grouped_mm import grouped_mm_reference
 from trainer.parallel.mesh import build_mesh
 from trainer.step import forward_backward, refuse_nonfinite
@@ -34,7 +35,7 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def course(steps=6, *, model=MODEL, data="random", dtype="bf16", **modes):
+def course(steps=6, *, model=MODEL, document_len=0, dtype="bf16", **modes):
     """Losses and gradient norms of a few steps."""
     run = RunConfig(
         model=model,
@@ -45,7 +46,9 @@ def course(steps=6, *, model=MODEL, data="random", dtype="bf16", **modes):
     for group, mode in {"offload": "none", "ac": "none", "compile": "none", **modes}.items():
         config[group]["mode"] = mode
     config["train"]["param_dtype"] = dtype
-    config["data"].update(name=data, seq_len=1024, global_batch_size=2, micro_batch_size=1)
+    config["data"].update(
+        name="random", seq_len=1024, global_batch_size=2, micro_batch_size=1, document_len=document_len
+    )
     config = from_dict(config)
     mesh = build_mesh(config.parallelism, DEVICE)
     model, optimizer, _ = build(config, mesh)
@@ -68,6 +71,7 @@ def plain(monkeypatch, **options):
     with monkeypatch.context() as patch:
         patch.setattr(trainer.models.moe, "grouped_mm", grouped_mm_reference)
         patch.setattr(trainer.models.qwen3, "attention", attention_reference)
+        patch.setattr(trainer.build, "choose_kernels", lambda *_, **__: AttentionKernels())
         return course(**options)
 
 
@@ -82,6 +86,17 @@ def test_bf16_training_follows_the_plain_fp32_reference(monkeypatch, ac, compile
     expected = plain(monkeypatch, model=model, dtype="fp32")
     assert graph_breaks() == before
     assert expected[-1, 0] < expected[0, 0] - 1
+    assert ours[0].tolist() == [
+        pytest.approx(expected[0, 0].item(), rel=1e-3),
+        pytest.approx(expected[0, 1].item(), rel=0.02),
+    ]
+    torch.testing.assert_close(ours[:, 0], expected[:, 0], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("ac", ["selective", "full"])
+def test_packed_training_follows_the_plain_fp32_reference(monkeypatch, ac):
+    ours = course(ac=ac, compile="fullgraph", document_len=300)
+    expected = plain(monkeypatch, dtype="fp32", document_len=300)
     assert ours[0].tolist() == [
         pytest.approx(expected[0, 0].item(), rel=1e-3),
         pytest.approx(expected[0, 1].item(), rel=0.02),

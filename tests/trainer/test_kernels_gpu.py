@@ -3,23 +3,35 @@
 import pytest
 import torch
 
-from trainer.kernels.attention import attention, attention_reference, document_mask
+from trainer.data.batch import starts_of
+from trainer.kernels.attention import AttentionKernels, Mask, attention, attention_reference, document_mask, make_mask
+from trainer.kernels.flash_attention_4 import why_no_flash_attention_4
 from trainer.kernels.grouped_mm import grouped_mm, grouped_mm_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = torch.device("cuda", 0)
 
 
+FLASH4 = why_no_flash_attention_4(DEVICE, torch.bfloat16, 64) if torch.cuda.is_available() else "no GPU"
+
+
 @pytest.mark.parametrize("packed", [False, True])
-def test_attention_equals_the_reference(packed):
-    q, k, v = (torch.randn(2, heads, 256, 64, device=DEVICE, requires_grad=True) for heads in (8, 2, 2))
-    documents = torch.tensor([[0] * 100 + [1] * 120 + [-1] * 36] * 2, device=DEVICE)
-    mask = document_mask(documents) if packed else None
-    expected = attention_reference(q, k, v, mask)
+@pytest.mark.parametrize(
+    "kernel", ["sdpa", "flex", pytest.param("flash4", marks=pytest.mark.skipif(FLASH4, reason=FLASH4))]
+)
+def test_attention_equals_the_reference(kernel, packed):
+    if kernel == "flex" and not packed:
+        pytest.skip("flex_attention is for packed documents")
+    S = 700
+    q, k, v = (torch.randn(2, heads, S, 64, device=DEVICE, requires_grad=True) for heads in (8, 2, 2))
+    ids = torch.tensor([[0] * 100 + [1] * 300 + [2] * 1 + [3] * 250 + [-1] * 49, [0] * S], device=DEVICE)
+    expected = attention_reference(q, k, v, Mask("sdpa", document_mask(ids) if packed else None))
     upstream = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, (q, k, v), upstream)
-    low = [t.detach().bfloat16().requires_grad_() for t in (q, k, v)]
-    out = attention(*low, mask)
+    # In memory as the model has them: heads inside of positions.
+    low = [t.detach().bfloat16().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (q, k, v)]
+    mask = make_mask(AttentionKernels(kernel, kernel), ids if packed else None, starts_of(ids))
+    out = (torch.compile(attention) if kernel == "flex" else attention)(*low, mask)
     torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.02)
     for ours, theirs in zip(torch.autograd.grad(out, low, upstream.bfloat16()), gradients, strict=True):
         assert (ours.float() - theirs).norm() / theirs.norm() < 1e-2
@@ -134,3 +146,28 @@ def test_a_sum_across_dtypes_equals_torch(dtypes, numel):
     out = add(total, addend, torch.float32)
     assert torch.equal(out, expected)
     assert (out is total) == (total.dtype == torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_multiple_across_dtypes_equals_torch(dtype):
+    from trainer.kernels.accumulate import multiply
+
+    tensor, factor = torch.randn(1_000_003, device=DEVICE).to(dtype), torch.tensor(0.3, device=DEVICE)
+    assert torch.equal(multiply(tensor, factor, torch.bfloat16), (tensor.float() * factor).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows, width", [(37, 1536), (5, 24), (3, 2050), (0, 64)])
+def test_swiglu_equals_the_reference(rows, width, dtype):
+    from trainer.kernels.swiglu import swiglu, swiglu_reference
+
+    gate_up = torch.randn(rows, 2 * width, device=DEVICE).to(dtype).requires_grad_()
+    scores = torch.rand(rows, device=DEVICE, requires_grad=True)
+    out, expected = swiglu(gate_up, scores), swiglu_reference(gate_up, scores)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 1e-3}
+    torch.testing.assert_close(out, expected, **tolerance)
+    upstream = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, (gate_up, scores), upstream)
+    reference = torch.autograd.grad(expected, (gate_up, scores), upstream)
+    torch.testing.assert_close(gradients[0], reference[0], **tolerance)
+    torch.testing.assert_close(gradients[1], reference[1], rtol=1e-4, atol=1e-3)

@@ -51,7 +51,7 @@ def test_every_layout_equals_one_process(ranks, reference, layout):
                 result["gradients"][name], gradient, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"gradient {n}: {m}"
             )
             torch.testing.assert_close(
-                result["weights"][name], reference["weights"][name], rtol=1e-4, atol=1e-5,
+                result["weights"][name], reference["weights"][name], rtol=1e-5, atol=1e-5,
                 msg=lambda m, n=name: f"weight {n}: {m}",
             )  # fmt: skip
 

@@ -27,28 +27,38 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class Batch:
     """int64 tensors [B, S]. labels[i] is the target of position i; positions restart with each document.
 
-    document_ids None: every row is one document that fills it. The two counts are taken once, on the host.
+    document_ids None: every row is one document that fills it. document_starts [documents + 1] int32: where each
+    document, or stretch of padding, begins in the flattened batch, and B * S at the end. It and the counts are made
+    once, on the host.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor
     document_ids: torch.Tensor | None
+    document_starts: torch.Tensor | None = None
     supervised_tokens: int = -1
     real_tokens: int = -1
 
     def __post_init__(self):
         if self.supervised_tokens < 0:
             object.__setattr__(self, "supervised_tokens", int((self.labels != IGNORE).sum()))
+        ids = self.document_ids
+        if ids is not None and self.document_starts is None:
+            object.__setattr__(self, "document_starts", starts_of(ids))
         if self.real_tokens < 0:
-            ids = self.document_ids
             object.__setattr__(self, "real_tokens", self.labels.numel() if ids is None else int((ids != PADDING).sum()))
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor | None, ...]:
+        """The arguments of a model that returns the loss."""
+        return self.input_ids, self.position_ids, self.document_ids, self.labels, self.document_starts
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; does not wait for it."""
         moved = {
             name: to_device(tensor, device)
-            for name in ("input_ids", "labels", "position_ids", "document_ids")
+            for name in ("input_ids", "labels", "position_ids", "document_ids", "document_starts")
             if (tensor := getattr(self, name)) is not None
         }
         return dataclasses.replace(self, **moved)
@@ -66,6 +76,14 @@ class Row:
     def without_labels(self) -> Row:
         """A row to fill up a batch: it costs time and changes nothing."""
         return dataclasses.replace(self, labels=np.full_like(self.labels, IGNORE))
+
+
+def starts_of(document_ids_BS: torch.Tensor) -> torch.Tensor:
+    """Where each document or stretch of padding begins in the flattened batch, and its length at the end; int32."""
+    first = torch.ones_like(document_ids_BS, dtype=torch.bool)
+    first[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
+    starts = first.flatten().nonzero()[:, 0]
+    return torch.cat((starts, starts.new_tensor([document_ids_BS.numel()]))).int()
 
 
 def collate(rows: list[Row]) -> Batch:

@@ -32,7 +32,7 @@ class Rows(Protocol):
 
 
 class RandomRows:
-    """Uniform token ids; one document fills a row. Every row is a function of the seed and of its number."""
+    """Uniform token ids in documents of data.document_len. Every row is a function of the seed and of its number."""
 
     def __init__(self, config: DataConfig, vocab_size: int, seed: int):
         self._config, self._vocab_size, self._seed = config, vocab_size, seed
@@ -43,10 +43,11 @@ class RandomRows:
     def counts(self) -> dict[str, int]:
         """Of all rows so far."""
         rows, seq_len = self._row, self._config.seq_len
+        documents = -(-seq_len // (self._config.document_len or seq_len))
         return {
-            "documents": rows,
+            "documents": rows * documents,
             "tokens": rows * seq_len,
-            "supervised_tokens": rows * (seq_len - 1),
+            "supervised_tokens": rows * (seq_len - documents),
             "truncated_tokens": 0,
             "dropped_tokens": 0,
             "padded_tokens": 0,
@@ -65,7 +66,12 @@ class RandomRows:
     def _make(self, split: int, number: int) -> Row:
         generator = np.random.default_rng([self._seed, _RANDOM, split, number])
         ids = generator.integers(0, self._vocab_size, self._config.seq_len, dtype=np.int64)
-        return Row(ids, np.append(ids[1:], IGNORE), np.arange(len(ids)), None)
+        labels, positions = np.append(ids[1:], IGNORE), np.arange(len(ids))
+        length = self._config.document_len
+        if not length:
+            return Row(ids, labels, positions, None)
+        labels[length - 1 :: length] = IGNORE  # the next token belongs to another document
+        return Row(ids, labels, positions % length, positions // length)
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": 0, "row": self._row}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from trainer.kernels.accumulate import add
+from trainer.kernels.accumulate import add, multiply
 from trainer.kernels.capability import has_triton
 
 IGNORE = -100  # a label that is not supervised
@@ -68,19 +68,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = (grad_hidden * grad_loss).to(grad_hidden.dtype)
+            grad_hidden = multiply(grad_hidden, grad_loss, grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = grad_weight.mul_(grad_loss).to(ctx.weight_dtype)
+            grad_weight = multiply(grad_weight, grad_loss, ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None
 
 
 def linear_cross_entropy(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, chunk: int = CHUNK_TOKENS
 ) -> torch.Tensor:
-    """Sum of the cross entropies of the supervised tokens, fp32 scalar; labels of -100 count nothing.
-
-    Its backward may run once: the head's gradient is scaled in place.
-    """
+    """Sum of the cross entropies of the supervised tokens, fp32 scalar; labels of -100 count nothing."""
     return _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, chunk)
 
 

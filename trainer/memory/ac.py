@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 def kept_operators(mode: str) -> frozenset:
     """Operators whose outputs are saved. full: routing only; selective: also attention, dense GEMMs and exchanges."""
-    routing = {aten.topk.default, torch.ops.moe.exchange_counts.default}
+    routing = {aten.topk.default, aten.sort.stable, torch.ops.moe.exchange_counts.default}
     if mode == "full":
         return frozenset(routing)
     attention = {
@@ -26,6 +26,8 @@ def kept_operators(mode: str) -> frozenset:
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_attention_math.default,
+        torch.ops.higher_order.flex_attention,
+        torch.ops.moe.flash_attention_4.default,
     }
     return frozenset(routing | attention | {aten.mm.default, aten.addmm.default, torch.ops.moe.all_to_all.default})
 

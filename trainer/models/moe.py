@@ -16,6 +16,7 @@ from torch import nn
 from trainer.config import ModelConfig
 from trainer.kernels.grouped_mm import grouped_mm
 from trainer.kernels.permute import combine_rows, gather_rows, sort_by_expert
+from trainer.kernels.swiglu import swiglu
 from trainer.parallel.dispatch import on_expert_ranks
 
 
@@ -84,8 +85,7 @@ class Experts(nn.Module):
         The score multiplies the hidden state before the down projection: the same product, and the output of the
         down projection is not needed again in backward.
         """
-        gate, up = grouped_mm(x_RD, self.gate_up_proj, ends_L).chunk(2, dim=-1)
-        hidden = (F.silu(gate) * up) * scores_R[:, None].to(x_RD.dtype)
+        hidden = swiglu(grouped_mm(x_RD, self.gate_up_proj, ends_L), scores_R)
         return grouped_mm(hidden, self.down_proj, ends_L)
 
 

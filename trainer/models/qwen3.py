@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.config import ModelConfig
-from trainer.kernels.attention import attention, document_mask
+from trainer.kernels.attention import AttentionKernels, Mask, attention, make_mask
 from trainer.kernels.cross_entropy import linear_cross_entropy
 from trainer.models.moe import RoutingStats, SparseMoe
 
@@ -24,7 +24,7 @@ class Context(NamedTuple):
 
     cos: torch.Tensor  # [B, 1, S, d], in the parameters' dtype
     sin: torch.Tensor
-    mask: torch.Tensor | None  # [B, 1, S, S]; None: causal
+    mask: Mask
     real: torch.Tensor | None  # [N], false for padding; None: no padding
 
 
@@ -111,6 +111,7 @@ class Qwen3(nn.Module):
     def __init__(self, config: ModelConfig, ep: int = 1, ep_group: dist.ProcessGroup | None = None):
         super().__init__()
         self.config = config
+        self.attention_kernels = AttentionKernels()
         # From an empty tensor: torch's own initialisation would be thrown away, and on meta it imports the compiler.
         self.embed_tokens = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size), freeze=False
@@ -131,21 +132,17 @@ class Qwen3(nn.Module):
         position_ids: torch.Tensor,
         document_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        document_starts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[RoutingStats]]:
         """Sum of the token losses (fp32 scalar), or logits [B, S, V] without labels; and the sparse layers' statistics.
 
-        All inputs are int64 [B, S]; labels are already shifted, -100 is not supervised; document_ids None means that
-        every row is one document without padding, -1 marks padding.
+        Inputs are int64 [B, S]; labels are already shifted, -100 is not supervised; document_ids None means that every
+        row is one document without padding, -1 marks padding. Only flash-attn-4 needs document_starts (make_mask).
         """
         x_BSD = self.embed_tokens(input_ids)
         cos, sin = rotary(position_ids, self.config.head_dim, self.config.rope_theta, x_BSD.dtype)
-        packed = document_ids is not None
-        context = Context(
-            cos,
-            sin,
-            document_mask(document_ids) if packed else None,
-            (document_ids >= 0).flatten() if packed else None,
-        )
+        mask = make_mask(self.attention_kernels, document_ids, document_starts)
+        context = Context(cos, sin, mask, None if document_ids is None else (document_ids >= 0).flatten())
         statistics = []
         for block in self.layers:
             x_BSD, stats = block(x_BSD, context)
