@@ -19,7 +19,11 @@ STEPS = 2
 
 def show(profiler: profile) -> None:
     """The kernels of the recorded steps; a trace file if the command line names one."""
-    kernels = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
+    kernels = [
+        event
+        for event in profiler.key_averages()
+        if event.device_type == DeviceType.CUDA and not event.key.startswith("ProfilerStep")
+    ]
     total = sum(event.self_device_time_total for event in kernels)
     print(f"{total / STEPS / 1000:.1f} ms of kernels a step")
     for event in sorted(kernels, key=lambda event: -event.self_device_time_total)[:45]:
