@@ -248,7 +248,10 @@ def _data(config: RunConfig, machine: Machine) -> Iterator[Problem]:
         yield problem(config, ["data.name", "data.document_len"], "only data=random makes documents", "data=random")
     if data.document_len and not 2 <= data.document_len <= data.seq_len:
         yield problem(
-            config, ["data.document_len", "data.seq_len"], "has to be 0 or from 2 to data.seq_len", "data.document_len=0"
+            config,
+            ["data.document_len", "data.seq_len"],
+            "has to be 0 or from 2 to data.seq_len",
+            "data.document_len=0",
         )
     if data.name == "chat" and not data.path:
         yield problem(config, ["data.name", "data.path"], "needs a JSONL file or a Hugging Face dataset", "data=sample")
@@ -284,7 +287,7 @@ def _target(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     p, cluster = config.parallelism, config.cluster
     if cluster.name == "slurm":
         if config.launch.submit and not config.launch.dry_run and not machine.sbatch:
-            message = "sbatch is not on PATH of this machine"
+            message = "sbatch is not on PATH of this machine, or has no cluster"
             yield problem(
                 config, ["cluster.name"], message, "launch.dry_run=true", "cluster=local", concerns_machine=True
             )
@@ -292,7 +295,7 @@ def _target(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     if not config.launch.submit:
         return
     here = "cluster=local is one machine" + (
-        "" if machine.sbatch else " (sbatch is not on PATH, so cluster=auto means local)"
+        "" if machine.sbatch else " (sbatch is not on PATH or has no cluster, so cluster=auto means local)"
     )
     if p.nodes > 1:
         keys = ["cluster.name", "parallelism.nodes"]

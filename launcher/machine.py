@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlparse
 
+_SLURM_CONF = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/etc/slurm-llnl/slurm.conf")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -24,11 +26,28 @@ def look() -> Machine:
     """The machine this process runs on."""
     return Machine(
         cwd=Path.cwd(),
-        sbatch=shutil.which("sbatch") is not None,
+        sbatch=takes_slurm_jobs(),
         gpus=count_gpus(),
         memory_gib=host_memory_gib(),
         wandb_key=has_wandb_key(),
     )
+
+
+def takes_slurm_jobs() -> bool:
+    """Whether sbatch is on PATH and belongs to a cluster: SLURM's client packages alone submit nothing."""
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        return False
+    if "SLURM_CONF" in os.environ or any(Path(path).exists() for path in _SLURM_CONF):
+        return True
+    scontrol = Path(sbatch).with_name("scontrol")
+    if not scontrol.exists():
+        return True
+    try:  # a cluster without files on its clients is found through DNS
+        asked = subprocess.run([scontrol, "ping"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    return "configuration source" not in asked.stderr
 
 
 def count_gpus(dev: Path = Path("/dev"), proc: Path = Path("/proc/driver/nvidia/gpus")) -> int:
