@@ -19,7 +19,7 @@ if __name__ == "__main__":
     with (
         patch("trainer.models.moe.grouped_mm", grouped_mm_reference),
         patch("trainer.models.qwen3.attention", attention_reference),
-        patch("trainer.build.choose_kernels", lambda *_, **__: AttentionKernels()),
+        patch("trainer.kernels.attention.choose_kernels", lambda *_, **__: AttentionKernels()),
         patch("trainer.models.qwen3.linear_cross_entropy", linear_cross_entropy_reference),
     ):
         main(Path(sys.argv[1]).resolve())

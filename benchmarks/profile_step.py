@@ -26,10 +26,29 @@ def show(profiler: profile) -> None:
     ]
     total = sum(event.self_device_time_total for event in kernels)
     print(f"{total / STEPS / 1000:.1f} ms of kernels a step")
+    show_gaps(profiler)
     for event in sorted(kernels, key=lambda event: -event.self_device_time_total)[:45]:
         print(f"{event.self_device_time_total / STEPS / 1000:8.2f} ms  {event.count // STEPS:5} x  {event.key[:110]}")
     if len(sys.argv) > 2:
         profiler.export_chrome_trace(sys.argv[2])
+
+
+def show_gaps(profiler: profile) -> None:
+    """Where the GPU had nothing to do for more than 50 us, and between which kernels."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA and not event.name.startswith("ProfilerStep")
+    )
+    busy_until, last, gaps = spans[0][0], "", []
+    for start, end, name in spans:
+        if start - busy_until > 50:
+            gaps.append((start - busy_until, last, name))
+        if end > busy_until:
+            busy_until, last = end, name
+    print(f"{sum(gap for gap, _, _ in gaps) / STEPS / 1000:.2f} ms idle a step in gaps over 50 us:")
+    for gap, before, after in sorted(gaps, reverse=True)[:12]:
+        print(f"{gap / 1000:8.2f} ms idle  {before[:60]}  ->  {after[:60]}")
 
 
 if __name__ == "__main__":

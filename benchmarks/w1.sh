@@ -2,9 +2,10 @@
 # W1 on one GPU: two layers of Qwen3-235B, 16384 random tokens. A row: its label (ac mode, routing, packed or not), then
 # overrides. Without arguments every row of RESULTS.md; with PROFILE=1 also where each row's time goes.
 #   benchmarks/w1.sh ["full-learned ac=full model.routing=learned" ...]
+# W3: MODEL="model=qwen3_30b_a3b model.num_hidden_layers=8" benchmarks/w1.sh
 set -u
 OUT=${OUT:-$(mktemp -d)}
-W1="model=qwen3_235b model.num_hidden_layers=2 parallelism.nodes=1 parallelism.gpus_per_node=1 data=random data.seq_len=16384 offload=none compile=fullgraph model.router_dtype=bf16 model.routing=balanced cluster=local logging.wandb=disabled launch.submit=false launch.json=true"
+W1="${MODEL:-model=qwen3_235b model.num_hidden_layers=2} parallelism.nodes=1 parallelism.gpus_per_node=1 data=random data.seq_len=16384 offload=none compile=fullgraph model.router_dtype=bf16 model.routing=balanced cluster=local logging.wandb=disabled launch.submit=false launch.json=true"
 path() { python3 -W ignore -c 'import json,sys; print(json.load(sys.stdin)["path"])'; }
 row() {  # label, overrides ...
     label=$1; shift

@@ -206,10 +206,6 @@ def _experts(config: RunConfig) -> Iterator[Problem]:
 
 
 def _compute(config: RunConfig) -> Iterator[Problem]:
-    if config.compile.mode != "none" and config.train.param_dtype == "fp32" and config.model.num_sparse_layers:
-        keys = ["compile.mode", "train.param_dtype"]
-        message = "the experts' grouped GEMM compiles in bf16 only"
-        yield problem(config, keys, message, "compile=none", "train.param_dtype=bf16")
     if config.model.routing == "balanced" and config.checkpoint.every_steps and not config.checkpoint.force:
         keys = ["model.routing", "checkpoint.every_steps", "checkpoint.force"]
         message = "weights trained under forced routing are good for measurements only"

@@ -9,7 +9,7 @@ from torch import nn
 
 from trainer.compile import apply_compile
 from trainer.config import ConfigError, ModelConfig, RunConfig
-from trainer.kernels.attention import choose_kernels, describe
+from trainer.kernels import attention, grouped_mm
 from trainer.memory.ac import apply_ac
 from trainer.models.init import init_weights
 from trainer.models.moe import Router
@@ -48,13 +48,14 @@ def build_model(config: RunConfig, mesh: Mesh) -> tuple[Qwen3, list[str]]:
     apply_ac(model, config.ac.mode)
     apply_compile(model, config.compile.mode)
     chosen = shard(model, mesh, DTYPES[config.train.grad_dtype])
-    model.attention_kernels = choose_kernels(
+    model.attention_kernels = attention.choose_kernels(
         mesh.device, dtype, config.model.head_dim, compiled=config.compile.mode != "none"
     )
     model.to_empty(device=mesh.device)
     model.tie_weights()
     init_weights(model, config.train.seed, mesh.ep_rank)
-    return model, [chosen, *describe(model.attention_kernels)]
+    kernels = [*attention.describe(model.attention_kernels), grouped_mm.describe(mesh.device, dtype)]
+    return model, [chosen, *kernels]
 
 
 def local_parameters(model: Qwen3) -> list[LocalParameter]:

@@ -103,7 +103,6 @@ BROKEN = [
     (["data.eval_every_steps=5"], ["data.eval_every_steps", "data.validation_fraction"], ""),
     (["model.weights=nowhere"], ["model.weights"], "random weights"),
     (["model.routing=balanced", "checkpoint.every_steps=5"], ["model.routing", "checkpoint.every_steps"], "force=true"),
-    (["compile=block"], ["compile.mode", "train.param_dtype"], "compile=none"),
     (["benchmark.peak_flops=fast"], ["benchmark.peak_flops"], "9.89e14"),
     (["benchmark.peak_flops=-1"], ["benchmark.peak_flops"], ""),
     (["cluster=local", "cluster.partition=gpu"], ["cluster.partition"], "cluster=slurm"),

@@ -139,10 +139,8 @@ def test_formula_equals_torch_flop_counter(model):
 
 
 def grouped_flops(x_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
-    """Of any product over rows grouped by expert: rows x in x out."""
-    if len(weight_shape) == 3:
-        return 2 * x_shape[0] * x_shape[1] * weight_shape[2]
-    return 2 * x_shape[0] * x_shape[1] * weight_shape[1]  # a weight gradient: [out, rows] @ [rows, in]
+    """Of rows grouped by expert, or of their weight gradient: rows x in x out."""
+    return 2 * x_shape[0] * x_shape[1] * weight_shape[-1]
 
 
 def attention_flops(q_shape, *args, out_shape=None, **kwargs) -> int:
@@ -151,7 +149,8 @@ def attention_flops(q_shape, *args, out_shape=None, **kwargs) -> int:
 
 
 FORWARD_FLOPS = {
-    torch.ops.aten._grouped_mm: grouped_flops,
+    torch.ops.moe.grouped_mm: grouped_flops,
+    torch.ops.moe.grouped_mm_weight: grouped_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
 }
 
@@ -179,7 +178,7 @@ def attention_twice_over(model: ModelConfig) -> float:
     return 2 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * SEQ
 
 
-# The grouped kernel wants rows of 16 bytes.
+# The grouped kernels want rows of 16 bytes.
 WIDE = dataclasses.replace(MOE, hidden_size=32, head_dim=16, intermediate_size=24, moe_intermediate_size=16)
 
 
@@ -224,7 +223,7 @@ def test_hfu_counts_what_a_compiled_model_executes_again():
     none, full = (products_in_compiled_backward(model, ac) for ac in ("none", "full"))
     added = {name.split(".")[1]: full[name] - none[name] for name in full if full[name] > none[name]}
     assert added["mm"] == (4 + 1) + (4 + 2)
-    assert added["_grouped_mm"] == 1
+    assert added["grouped_mm"] == 1 and "grouped_mm_weight" not in added
     assert added["_scaled_dot_product_flash_attention_for_cpu"] == 2
 
     D, I, K = model.hidden_size, model.moe_intermediate_size, model.num_experts_per_tok

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import trainer.build
+import trainer.kernels.attention
 import trainer.models.moe
 import trainer.models.qwen3
 from trainer.build import build
@@ -51,6 +51,7 @@ def course(steps=6, *, model=MODEL, document_len=0, dtype="bf16", **modes):
     )
     config = from_dict(config)
     mesh = build_mesh(config.parallelism, DEVICE)
+    torch._dynamo.reset()  # or the courses of other tests count as recompilations of this one
     model, optimizer, _ = build(config, mesh)
     rows = build_data(config, 0, 1)
     batches = rows.micro_batches()  # the same every step: the loss falls, so a wrong gradient shows
@@ -71,7 +72,7 @@ def plain(monkeypatch, **options):
     with monkeypatch.context() as patch:
         patch.setattr(trainer.models.moe, "grouped_mm", grouped_mm_reference)
         patch.setattr(trainer.models.qwen3, "attention", attention_reference)
-        patch.setattr(trainer.build, "choose_kernels", lambda *_, **__: AttentionKernels())
+        patch.setattr(trainer.kernels.attention, "choose_kernels", lambda *_, **__: AttentionKernels())
         return course(**options)
 
 

@@ -34,7 +34,8 @@ class TrainData:
     def describe(self) -> list[str]:
         """Lines for the start-up log, warnings among them."""
         if self._data.name == "random":
-            return [f"data: random token ids, one document of {self._data.seq_len:,} tokens per row"]
+            length = self._data.document_len or self._data.seq_len
+            return [f"data: random token ids, documents of {length:,} tokens in rows of {self._data.seq_len:,}"]
         counts = self.counts
         filled = counts["packed_tokens"] / (counts["packed_tokens"] + counts["padded_tokens"])
         summary = (

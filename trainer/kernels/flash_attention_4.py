@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import warnings
 from functools import cache
-from typing import Optional
 
 import torch
 
@@ -44,6 +44,7 @@ def why_no_flash_attention_4(device: torch.device, dtype: torch.dtype, head_dim:
 @cache
 def _launchers():
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # compiled kernels are kept on disk
+    warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)  # one for every kernel, and of no consequence
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     return _flash_attn_fwd, _flash_attn_bwd
@@ -56,7 +57,7 @@ def _flat(starts, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @torch.library.custom_op("moe::flash_attention_4", mutates_args=())
 def flash_attention_4(
-    q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, starts: Optional[torch.Tensor]
+    q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, starts: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention [B, S, H, d], and the log-sum-exp of the scores that its backward needs.
 
@@ -72,7 +73,7 @@ def flash_attention_4(
 @torch.library.custom_op("moe::flash_attention_4_backward", mutates_args=())
 def flash_attention_4_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    starts: Optional[torch.Tensor],
+    starts: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of q, k and v, in their shapes."""
     flat = _flat(starts, q, k, v, out, grad)
