@@ -90,6 +90,10 @@ def main(run_dir: Path) -> None:
     rank = int(os.environ.get("RANK", "0"))
     try:
         rank, local_rank = environment_rank()
+        if (run_dir / "result.json").exists():
+            print(f"{run_dir} is done: result.json is there. Prepare another run to train again", flush=True)
+            return
+        (run_dir / f"failure-{rank}.json").unlink(missing_ok=True)  # of a former attempt
         config = configuration.load(run_dir)
         device = start_process_group(config, local_rank)
         digest = same_configuration_everywhere(run_dir)

@@ -102,9 +102,10 @@ def refuse_nonfinite(step: int, totals: StepTotals, norm: float, optimizer: Slab
         return
     names = mesh.gather(optimizer.nonfinite_parameters()[:5])
     found = "; ".join(f"rank {rank}: {', '.join(bad)}" for rank, bad in enumerate(names) if bad)
+    none = "none on any rank" + ("" if math.isfinite(norm) else ", the norm overflowed")
     raise NonFiniteError(
-        f"step {step}: loss {totals.loss}, gradient norm {norm}; the weights are those of step {step - 1}. "
-        f"Non-finite gradients: {found or 'none on any rank, the norm overflowed'}"
+        f"step {step}: loss {totals.loss}, auxiliary loss {totals.aux_loss}, gradient norm {norm}; the weights are "
+        f"those of step {step - 1}. Non-finite gradients: {found or none}"
     )
 
 

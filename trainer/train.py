@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ from trainer.metrics.report import Report
 from trainer.optim.schedule import learning_rate
 from trainer.parallel.mesh import Mesh
 from trainer.state import TrainState
-from trainer.step import evaluate, forward_backward, refuse_nonfinite
+from trainer.step import NonFiniteError, evaluate, forward_backward, refuse_nonfinite
 
 
 def expect_progress(timeout_s: float) -> None:
@@ -39,9 +41,18 @@ def update(state: TrainState, norm: torch.Tensor, config: RunConfig) -> float:
     return lr
 
 
+def held_out_loss(state: TrainState, mesh: Mesh) -> float:
+    """Mean loss of the held-out documents; raises NonFiniteError on every rank where it is not finite."""
+    loss = evaluate(state.model, state.data.eval_batches(), mesh)
+    if not math.isfinite(loss):
+        raise NonFiniteError(f"step {state.step}: the held-out loss after it is {loss}")
+    return loss
+
+
 def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str) -> None:
     """Train to the last step; raises on the first thing that goes wrong, on every rank."""
-    resumed = store.newest(run_dir)
+    expect_progress(config.train.stall_timeout_s)
+    resumed = store.newest(run_dir, mesh)
     with Report(config, run_dir, mesh, resumed) as report, fastest_attention():
         store.refuse_balanced(config)
         data = build_data(config, mesh.rank, mesh.world_size)
@@ -66,10 +77,11 @@ def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str) -> None:
             marks.append(Mark(mesh.device))
             state.step += 1
             state.supervised_tokens += totals.supervised_tokens
-            eval_loss = evaluate(model, data.eval_batches(), mesh) if evaluation_is_due(state.step, config) else None
-            report.step(state, totals, norm.item(), lr, marks, eval_loss)
+            report.step(state, totals, norm.item(), lr, marks)
+            if evaluation_is_due(state.step, config):
+                report.evaluate(partial(held_out_loss, state, mesh))
             if store.save_is_due(state.step, config):
-                report.flush()
-                store.save(run_dir, state, config, mesh)
+                report.save(partial(store.save, run_dir, state, config, mesh))
+            report.flush_finished()
         report.finish(state)
     faulthandler.cancel_dump_traceback_later()

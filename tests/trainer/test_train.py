@@ -125,17 +125,29 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(finished, tmp_path):
     shutil.rmtree(run_dir / "checkpoints" / "step_00000006")
     (run_dir / "checkpoints" / "step_00000008.partial").mkdir()
     (run_dir / "result.json").unlink()
+    (run_dir / "failure-0.json").write_text("{}")  # of the attempt that was killed
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "metrics.jsonl").write_text("".join(lines[:5]) + '{"step": 6, "lo')
     ((code, output),) = start(run_dir)
     assert code == 0, output
+    assert not (run_dir / "failure-0.json").exists()
     assert "continues after step 4" in output and "step_00000008.partial is not complete" in output
     assert course(run_dir) == course(finished)
+    # A new process's first step compiles and warms up: the step time leaves it out, and knows it by its attempt.
+    assert [row["attempt"] for row in rows(run_dir)] == [1, 1, 1, 1, 2, 2]
+
+
+def test_a_run_that_is_done_is_not_trained_again(finished):
+    before = {path.name: path.stat().st_mtime_ns for path in finished.iterdir()}
+    ((code, output),) = start(finished)
+    assert code == 0 and "is done" in output
+    assert {path.name: path.stat().st_mtime_ns for path in finished.iterdir()} == before
 
 
 def test_another_layout_is_refused(finished, tmp_path):
     run_dir = tmp_path / finished.name
     shutil.copytree(finished, run_dir)
+    (run_dir / "result.json").unlink()
     data = json.loads((run_dir / "run.json").read_text())
     data["optimizer"]["name"] = "sign_sgd"
     (run_dir / "run.json").write_text(json.dumps(data))

@@ -40,15 +40,19 @@ def refuse_balanced(config: RunConfig) -> None:
         )
 
 
-def newest(run_dir: Path) -> int:
-    """Step of the newest complete checkpoint, 0 if there is none; torn ones are named on stderr and skipped."""
+def newest(run_dir: Path, mesh: Mesh) -> int:
+    """Step of the newest complete checkpoint as rank 0 sees it, 0 if there is none. All ranks call it.
+
+    Others may see an older one on a shared file system for a while. Torn ones are named on stderr and skipped.
+    """
     steps = [0]
-    for path in sorted((run_dir / "checkpoints").glob("step_*")):
-        if (path / METADATA).is_file() and path.suffix != ".partial":
-            steps.append(int(path.name.removeprefix("step_")))
+    for path in sorted((run_dir / "checkpoints").glob("step_*")) if mesh.rank == 0 else ():
+        number = path.name.removeprefix("step_")
+        if number.isdecimal() and (path / METADATA).is_file():
+            steps.append(int(number))
         else:
             print(f"warning: {path} is not complete and is not used", file=sys.stderr, flush=True)
-    return max(steps)
+    return mesh.gather(max(steps))[0]
 
 
 def _directory(run_dir: Path, step: int) -> Path:
@@ -100,10 +104,26 @@ def save(run_dir: Path, state: TrainState, config: RunConfig, mesh: Mesh) -> Non
 
 
 def load(run_dir: Path, step: int, state: TrainState, config: RunConfig, mesh: Mesh) -> None:
-    """Continue from the complete checkpoint of `step`; raises CheckpointError if it is of another layout."""
+    """Continue from the complete checkpoint of `step`. All ranks call it.
+
+    Raises CheckpointError on every rank if it is of another layout, or any rank cannot read its part of it.
+    """
     directory = _directory(run_dir, step)
-    metadata = json.loads((directory / METADATA).read_text())
-    if metadata["layout"] != _layout(config):
-        raise CheckpointError(f"{directory} was written by {metadata['layout']}, this run is {_layout(config)}")
     part = directory / f"rank_{mesh.rank:05d}.pt"
-    state.load_state_dict(torch.load(part, map_location="cpu", weights_only=True))
+    error = None
+    try:
+        metadata = json.loads((directory / METADATA).read_text())
+        if metadata["layout"] != _layout(config):
+            raise CheckpointError(f"it was written by {metadata['layout']}, this run is {_layout(config)}")
+        state.load_state_dict(torch.load(part, map_location="cpu", weights_only=True))
+        if state.step != step:
+            raise CheckpointError(f"{part.name} is of step {state.step}")
+    except Exception as caught:  # noqa: BLE001  a damaged file raises almost anything
+        text = str(caught).partition("\n")[0]
+        error = text if isinstance(caught, CheckpointError) else f"{type(caught).__name__}: {text}"
+    failures = {rank: text for rank, text in enumerate(mesh.gather(error)) if text}
+    if failures:
+        shown = "; ".join(f"rank {rank}: {text}" for rank, text in list(failures.items())[:5])
+        raise CheckpointError(
+            f"{directory} cannot be continued from, {shown}. Remove it to continue from the one before, if any"
+        )

@@ -69,6 +69,10 @@ def _utilisation_of_window(name: str, chosen: list[dict[str, Any]], median_s: fl
     return sum(row[name] * row["step_time_s"] for row in chosen) / len(chosen) / median_s
 
 
+def _median(times_s: list[float]) -> dict[str, float] | None:
+    return {"median": quantile(times_s, 0.5), "n": len(times_s)} if times_s else None
+
+
 def build_result(
     config: RunConfig,
     rows: list[dict[str, Any]],
@@ -79,12 +83,13 @@ def build_result(
     peak_memory_gib: dict[str, float] | None = None,
     host_memory_gib: float | None = None,
     compile_time_s: float | None = None,
+    save_times_s: list[float] | None = None,
     notes: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """What result.json holds for a finished run of `rows` (all of metrics.jsonl, at least one).
 
     A field that is not known is absent, with the reason under `notes`. Without `compile_time_s` it is the first step's
-    time less the median. peak_memory_gib holds `allocated` and `reserved`.
+    time less the median. peak_memory_gib holds `allocated` and `reserved`. save_times_s: one per checkpoint.
     """
     chosen, words = window(config, rows)
     times = [row["step_time_s"] for row in chosen]
@@ -112,6 +117,8 @@ def build_result(
             "n": len(times),
         },
         "compile_time_s": compile_time_s,
+        "eval_time_s": _median([row["eval_time_s"] for row in rows if "eval_time_s" in row]),
+        "checkpoint_time_s": _median(save_times_s or []),
         **throughput,
         "flops_per_token": flops.per_token,
         "peak_flops": peak,
@@ -131,6 +138,8 @@ def _absences(result: dict[str, Any], peak_source: str, steps: int) -> dict[str,
     """Why a field is not there."""
     why = {
         "compile_time_s": f"{steps} step: nothing to compare it with",
+        "eval_time_s": "no step was followed by an evaluation",
+        "checkpoint_time_s": "this attempt saved no checkpoint",
         "peak_memory_gib": "the device keeps no account of its memory",
         "host_memory_gib": "not measured",
         "loss": "no step had supervised tokens",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -28,14 +29,26 @@ from trainer.step import StepTotals
 PHASES = ("data_time_s", "forward_backward_time_s", "optimizer_time_s")
 
 
+@dataclass
+class Unwritten:
+    """What is known of a step that a GPU may still be busy with."""
+
+    step: int
+    values: dict[str, Any]
+    totals: StepTotals
+    marks: list[Mark]  # the step's begin, and the ends of its phases
+    evaluated: Mark | None = None
+
+
 class Report:
     """A context around the run: whatever leaves it is recorded as its end. Rank 0 writes."""
 
     def __init__(self, config: RunConfig, run_dir: Path, mesh: Mesh, resumed: int):
         self._config, self._run_dir, self._mesh = config, run_dir, mesh
         self._name = device_name(mesh.device)
-        attempt = max(1, sum(1 for _ in run_dir.glob("logs/attempt_*")))
-        self._flush: Callable[[], None] | None = None  # writes the row of a step that a GPU may still be busy with
+        self._unwritten: Unwritten | None = None
+        self._save_times_s: list[float] = []
+        attempt = attempt_number(run_dir)
         self._recorder = Recorder(run_dir, config, mesh.rank, mesh.world_size, self._name, attempt, resumed)
 
     def __enter__(self) -> Self:
@@ -58,23 +71,14 @@ class Report:
             begin = [f"continues after step {state.step}"] if state.step else []
             print(*lines, *begin, f"device: {self._name}; {peak}", sep="\n", flush=True)
 
-    def step(
-        self,
-        state: TrainState,
-        totals: StepTotals,
-        grad_norm: float,
-        lr: float,
-        marks: list[Mark],
-        eval_loss: float | None,
-    ) -> None:
-        """Record the step that just ended, or will when the GPU gets there: then flush() writes it.
+    def step(self, state: TrainState, totals: StepTotals, grad_norm: float, lr: float, marks: list[Mark]) -> None:
+        """Take what is known of the step that just ended, or will when the GPU gets there; flush() writes its row.
 
         marks: the step's begin, and the ends of waiting for data, of forward and backward, and of the optimizer.
         """
         values = {
             "loss": totals.loss,
             "aux_loss": totals.aux_loss if totals.tokens_per_expert else None,
-            "eval_loss": eval_loss,
             "grad_norm": grad_norm,
             "lr": lr,
             "epoch": state.data.epoch,
@@ -86,23 +90,42 @@ class Report:
             "load_balance_max_over_mean": max(totals.load_balance, default=None),
             **{f"load_balance/{layer}": value for layer, value in self._load_by_layer(totals)},
         }
-        self._flush = partial(self._write, state.step, values, totals, marks)
-        if marks[-1].passed():
+        self._unwritten = Unwritten(state.step, values, totals, marks)
+
+    def evaluate(self, held_out_loss: Callable[[], float]) -> None:
+        """Add the held-out loss, and the time that it took, to the row of the step that just ended."""
+        self._unwritten.values["eval_loss"] = held_out_loss()
+        self._unwritten.evaluated = Mark(self._mesh.device)
+
+    def save(self, write: Callable[[], None]) -> None:
+        """Write a checkpoint, after the rows that a run resumed from it will not make again."""
+        self.flush()
+        begin_s = time.perf_counter()
+        write()
+        self._save_times_s.append(time.perf_counter() - begin_s)
+
+    def flush_finished(self) -> None:
+        """Write the row that step() left if nobody has to wait for it."""
+        row = self._unwritten
+        if row is not None and (row.evaluated or row.marks[-1]).passed():
             self.flush()
 
     def flush(self) -> None:
         """Write the row that step() left, if any; waits for the GPU to end that step."""
-        flush, self._flush = self._flush, None
-        if flush is not None:
-            flush()
+        row, self._unwritten = self._unwritten, None
+        if row is not None:
+            self._write(row)
 
-    def _write(self, step: int, values: dict[str, Any], totals: StepTotals, marks: list[Mark]) -> None:
+    def _write(self, row: Unwritten) -> None:
         config, world_size = self._config, self._mesh.world_size
+        step, values, totals, marks = row.step, row.values, row.totals, row.marks
         times = dict(zip(PHASES, (end.since(begin) for begin, end in pairwise(marks)), strict=True))
         step_time_s = sum(times.values())
         positions = totals.real_tokens + totals.padded_tokens
         flops = flops_at_length(config, totals.squared_document_len / positions)
         throughput = rates(config, flops, self._peak, step_time_s, positions // world_size, totals.real_tokens)
+        if row.evaluated is not None:
+            times["eval_time_s"] = row.evaluated.since(marks[-1])
         self._recorder.row(step, {**values, "step_time_s": step_time_s, **times, **throughput})
         if self._mesh.rank == 0:
             loss = f"loss {totals.loss:.4f}" if totals.supervised_tokens else "0 supervised tokens, no update"
@@ -129,6 +152,7 @@ class Report:
                 self._peak_source,
                 peak_memory_gib=memory or None,
                 host_memory_gib=host,
+                save_times_s=self._save_times_s,
                 notes={"data": ", ".join(f"{name} {count}" for name, count in state.data.counts.items())},
             )
             if config.compile.mode != "none":
@@ -139,3 +163,13 @@ class Report:
     def _largest(self, value: float) -> float:
         """Over all ranks."""
         return self._mesh.all_reduce(torch.tensor(value, device=self._mesh.device), dist.ReduceOp.MAX).item()
+
+
+def attempt_number(run_dir: Path) -> int:
+    """Number of this attempt, from 1: the launcher's count of log directories, or under torchrun one past the last row's.
+
+    A row's attempt is what tells that its step was the first of a process, which compiles and warms up.
+    """
+    started = sum(1 for _ in run_dir.glob("logs/attempt_*"))
+    rows = read_rows(run_dir / "metrics.jsonl")
+    return max(1, started, rows[-1].get("attempt", 0) + 1 if rows else 0)
