@@ -90,6 +90,8 @@ MISSING = "model.layers.1.mlp.experts.3.down_proj.weight"
         (lambda t: t.pop("lm_head.weight"), "lm_head.weight"),
         (lambda t: t.update({"model.layers.7.x": torch.zeros(1)}), "model.layers.7.x"),
         (lambda t: t.update({MISSING: torch.zeros(3, 3)}), r"shape (3, 3)"),
+        (lambda t: t.update({MISSING: torch.zeros(32, 24, dtype=torch.int8)}), f"{MISSING} is I8, quantised"),
+        (lambda t: t.update({MISSING: torch.zeros(32, 24).to(torch.float8_e4m3fn)}), f"{MISSING} is F8_E4M3"),
     ],
 )
 def test_missing_extra_and_misshapen_tensors_are_refused_by_name(ranks, tmp_path, change, message):
@@ -110,3 +112,39 @@ def test_a_directory_without_weights_is_refused(ranks, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({}))
     (answer,) = ranks(1, logits, model(tmp_path), 1, 1)
     assert "model.safetensors" in answer
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_floating_point_dtypes_are_converted(ranks, tmp_path, dtype):
+    save(tmp_path)
+    _edit(tmp_path, lambda t: t.update({name: tensor.to(dtype) for name, tensor in t.items()}))
+    (expected,) = ranks(1, logits, model(tmp_path), 1, 1)
+    _edit(tmp_path, lambda t: t.update({name: tensor.float() for name, tensor in t.items()}))
+    (ours,) = ranks(1, logits, model(tmp_path), 1, 1)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:200])
+
+
+SECOND = "model-00002-of-"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    "name, damage",
+    [
+        (SECOND, lambda path: path.unlink()),
+        (SECOND, _cut),
+        (SECOND, lambda path: save_file({"x": torch.zeros(1)}, path)),  # of another model
+        (INDEX, _cut),
+        (INDEX, lambda path: path.write_text('{"metadata": {}}')),
+    ],
+)
+def test_a_broken_file_is_named(ranks, tmp_path, name, damage):
+    save(tmp_path, shards=2)
+    (path,) = tmp_path.glob(f"{name}*")
+    damage(path)
+    (answer,) = ranks(1, logits, model(tmp_path), 1, 1)
+    assert isinstance(answer, str) and str(path) in answer

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.config import ConfigError, ModelConfig
@@ -22,6 +23,7 @@ from trainer.parallel import local
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.shard import local_rows
 
+DTYPES = ("BF16", "F16", "F32", "F64")  # in safetensors' spelling; others need scales that we do not apply
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -29,14 +31,26 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     """The file of each tensor in a Hugging Face directory, from its index or its only file."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        try:
+            return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} is no index of tensors: {type(error).__name__}: {error}") from error
     single = directory / "model.safetensors"
     if not single.is_file():
         raise ConfigError(
             f"model.weights={directory}: neither model.safetensors nor model.safetensors.index.json is there"
         )
-    with safe_open(single, framework="pt") as file:
+    with readable(single), safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single)
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Name the file in what safetensors says of it, which it does not."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Copy the model.weights directory again") from error
 
 
 def hugging_face_names(name: str, config: ModelConfig) -> list[str]:
@@ -73,12 +87,15 @@ class _Reader:
     def rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
         """Rows start to stop of a tensor, which must have the given shape as a whole."""
         path = self._files[name]
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
-        entry = self._open[path].get_slice(name)
-        if tuple(entry.get_shape()) != shape:
-            raise ConfigError(f"{path}: {name} has shape {tuple(entry.get_shape())}, the model wants {shape}")
-        return entry[start:stop]
+        with readable(path):
+            if path not in self._open:
+                self._open[path] = safe_open(path, framework="pt")
+            entry = self._open[path].get_slice(name)
+            if tuple(entry.get_shape()) != shape:
+                raise ConfigError(f"{path}: {name} has shape {tuple(entry.get_shape())}, the model wants {shape}")
+            if entry.get_dtype() not in DTYPES:
+                raise ConfigError(f"{path}: {name} is {entry.get_dtype()}, quantised; give one of {', '.join(DTYPES)}")
+            return entry[start:stop]
 
 
 def _pieces(
