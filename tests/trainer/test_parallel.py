@@ -1,19 +1,21 @@
 """Layouts change nothing: every gradient, the norm and the weights after 5 steps equal one process's (fp32)."""
 
 import dataclasses
+from fnmatch import fnmatch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from tests.trainer.runs import MODEL, five_steps, make_batch, make_config
+from tests.trainer.runs import MODEL, five_steps, make_batch, make_config, whole
 from trainer.build import build
 from trainer.config import ConfigError, from_dict
 from trainer.models.moe import Experts, Router
 from trainer.parallel import local
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.shard import local_rows
-from trainer.step import NonFiniteError, forward_backward, refuse_nonfinite
+from trainer.step import NonFiniteError, evaluate, forward_backward, refuse_nonfinite
 
 
 @pytest.fixture(scope="module")
@@ -99,27 +101,77 @@ def test_tied_router_scores_recompute_to_the_same_experts(ranks):
         assert all(torch.equal(gradients[name], gradients_again[name]) for name in gradients)
 
 
-def _empty_shards(config_dict):
+def _first_step(config_dict, micro_batches):
     config = from_dict(config_dict)
     mesh = build_mesh(config.parallelism, torch.device("cpu"))
     model, optimizer, _ = build(config, mesh)
-    sizes = [p._local_tensor.shape[0] for m in model.modules() if isinstance(m, Experts) for p in m.parameters()]
-    totals = forward_backward(model, [make_batch(0, mesh.rank)], config, mesh).wait()
+    sizes = [p._local_tensor.shape[0] for m in model.modules() if isinstance(m, Experts) for p in m.parameters()
+             if isinstance(p, DTensor)]  # fmt: skip
+    mine = range(mesh.rank, micro_batches, mesh.world_size)
+    totals = forward_backward(model, [make_batch(0, m) for m in mine], config, mesh).wait()
     norm = optimizer.grad_norm()
     optimizer.clip(norm)
     optimizer.step(0.01)
     return sizes, totals.loss, norm.item()
 
 
-def test_more_ranks_than_experts_to_shard(ranks):
-    """4 ranks, ep 2, one expert per expert-parallel rank: half of the ranks hold no expert rows."""
-    model = dataclasses.replace(MODEL, num_experts=2, num_experts_per_tok=1)
-    results = ranks(4, _empty_shards, make_config(4, 2, model=model))
-    assert sorted(sum(sizes) for sizes, _, _ in results) == [0, 0, 4, 4]
-    (expected,) = ranks(1, five_steps, make_config(1, 1, model=model))
+@pytest.mark.parametrize(
+    "world, ep, experts, top_k, with_rows", [(4, 2, 2, 1, 2), (32, 8, 8, 2, 8)], ids=["ep2_efsdp2", "ep8_efsdp4"]
+)
+def test_more_ranks_than_experts_to_shard(ranks, world, ep, experts, top_k, with_rows):
+    """One expert per expert-parallel rank, sharded over several ranks: most of them hold no expert rows."""
+    model = dataclasses.replace(MODEL, num_hidden_layers=1, num_experts=experts, num_experts_per_tok=top_k)
+    # 32 processes on few cores take a while to meet.
+    results = ranks(world, _first_step, make_config(world, ep, model=model), world, timeout_s=300)
+    assert sorted(sum(sizes) for sizes, _, _ in results) == [0] * (world - with_rows) + [2] * with_rows
+    ((_, expected_loss, expected_norm),) = ranks(1, _first_step, make_config(1, 1, model=model), world)
     for _, loss, norm in results:
-        assert loss == pytest.approx(expected["losses"][0], rel=1e-5)
-        assert norm == pytest.approx(expected["norms"][0], rel=1e-5)
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+
+
+VARIANTS = {
+    "tied_head": {"tie_word_embeddings": True},
+    "dense_and_sparse_layers": {"num_hidden_layers": 3, "decoder_sparse_step": 2},
+    "frozen_tied_head": {"tie_word_embeddings": True, "freeze": ["embed_tokens.weight"]},
+    "frozen_experts": {"freeze": ["*.experts.*"]},
+    "frozen_first_layer": {"freeze": ["embed_tokens.weight", "layers.0.*"]},
+    "only_norms_trained": {"freeze": ["*embed*", "*proj*", "*gate*", "lm_head*"]},
+}
+
+
+def _courses(config_dict, variants):
+    """Losses (held-out ones too), norms and which parameters changed, of three steps of every variant."""
+    answers = []
+    for variant in variants:
+        config = from_dict({**config_dict, "model": {**config_dict["model"], **variant}})
+        mesh = build_mesh(config.parallelism, torch.device("cpu"))
+        model, optimizer, _ = build(config, mesh)
+        before = {name: whole(name, p, local(p), mesh) for name, p in model.named_parameters()}
+        numbers = []
+        for step in range(3):
+            batches = [make_batch(step, m) for m in range(mesh.rank, 4, mesh.world_size)]
+            totals = forward_backward(model, batches, config, mesh).wait()
+            norm = optimizer.grad_norm()
+            optimizer.clip(norm)
+            optimizer.step(0.01)
+            optimizer.zero_grad()
+            numbers += [totals.loss, norm.item(), evaluate(model, batches, mesh)]
+        after = {name: whole(name, p, local(p), mesh) for name, p in model.named_parameters()}
+        answers.append((numbers, {name for name in after if not torch.equal(before[name], after[name])}))
+    return answers
+
+
+def test_tied_mixed_and_partly_frozen_models_equal_one_process(ranks):
+    """On 2 x 2 ranks with ep 2 and recomputation; evaluation between the steps changes nothing."""
+    (expected,) = ranks(1, _courses, make_config(1, 1), list(VARIANTS.values()))
+    for result in ranks(4, _courses, make_config(4, 2, 2, ac="full"), list(VARIANTS.values())):
+        for name, (numbers, changed), (reference, reference_changed) in zip(VARIANTS, result, expected, strict=True):
+            assert numbers == pytest.approx(reference, rel=1e-5), name
+            assert changed == reference_changed, name
+    for (name, variant), (_, changed) in zip(VARIANTS.items(), expected, strict=True):
+        frozen = [n for n in changed if any(fnmatch(n, pattern) for pattern in variant.get("freeze", []))]
+        assert changed and not frozen, name
 
 
 def _nonfinite(config_dict):
