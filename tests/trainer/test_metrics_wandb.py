@@ -11,7 +11,20 @@ from pathlib import Path
 import pytest
 import wandb
 
-from trainer.config import LoggingConfig, ModelConfig, RunConfig, TrainConfig, to_dict
+from trainer.config import (
+    BenchmarkConfig,
+    ClusterConfig,
+    CompileConfig,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OffloadConfig,
+    ParallelismConfig,
+    RunConfig,
+    TrainConfig,
+    to_dict,
+)
+from trainer.flops import flops_per_token
 from trainer.metrics.files import read_rows
 from trainer.metrics.recorder import Recorder
 from trainer.metrics.wandb_run import WandbRun, run_id
@@ -96,6 +109,41 @@ def test_a_failed_run_is_failed_in_wandb_too(run_dir):
     records = read_back(run_dir)
     assert records["exit"][0]["exit_code"] == 1
     assert any(record["update"].get("error") == "step 2: loss nan" for record in records["summary"])
+
+
+def test_the_mfu_of_a_trained_run_is_in_its_offline_file(run_dir):
+    """The number of every step and of the result, equal to those of metrics.jsonl and result.json."""
+    small = ModelConfig(hidden_size=16, num_hidden_layers=1, head_dim=8, intermediate_size=16)
+    config = RunConfig(
+        model=small,
+        parallelism=ParallelismConfig(nodes=1, gpus_per_node=1, dp_shard=1, ep=1),
+        offload=OffloadConfig(mode="none"),
+        compile=CompileConfig(mode="none"),
+        data=DataConfig(name="random", seq_len=32, document_len=8, global_batch_size=2),
+        train=TrainConfig(steps=3, param_dtype="fp32"),
+        logging=LoggingConfig(wandb="offline"),
+        benchmark=BenchmarkConfig(peak_flops="1e12"),
+        cluster=ClusterConfig(name="local", device="cpu"),
+    )
+    (run_dir / "run.json").write_text(json.dumps(to_dict(config)))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "trainer", str(run_dir)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows, records = read_rows(run_dir / "metrics.jsonl"), read_back(run_dir, "offline-run-*")
+    flops = flops_per_token(config, [8] * 4)
+    for row, copy in zip(rows, history(records), strict=True):
+        assert row["mfu"] == pytest.approx(row["tokens_per_s_per_gpu"] * flops.per_token / 1e12)
+        assert row["mfu_causal"] == pytest.approx(row["tokens_per_s_per_gpu"] * flops.per_token_causal / 1e12)
+        assert row["mfu"] > row["hfu"] > row["mfu_causal"]  # recomputed, but only a quarter of the attention
+        for name in ("mfu", "mfu_causal", "hfu", "tokens_per_s_per_gpu", "step_time_s", "loss"):
+            assert copy[name] == row[name]
+    summary = {}
+    for record in records["summary"]:
+        summary.update(record["update"])
+    result = json.loads((run_dir / "result.json").read_text())
+    assert summary["result/mfu"] == result["mfu"] > 0
+    assert result["peak_source"] == "benchmark.peak_flops=1e12"
 
 
 KILLED = """
