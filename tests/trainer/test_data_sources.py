@@ -14,7 +14,13 @@ from transformers import PreTrainedTokenizerFast
 import trainer.data
 from trainer.config import DataConfig
 from trainer.data import DataError, build_tokenizer
-from trainer.data.sources import conversations, dataset_conversations, jsonl_conversations, sample_conversations
+from trainer.data.sources import (
+    conversations,
+    dataset_conversations,
+    jsonl_conversations,
+    sample_conversations,
+    tokenize,
+)
 from trainer.data.tokenizer import CHATML, QWEN3_SPECIALS
 
 MESSAGES = [
@@ -131,6 +137,13 @@ def test_the_byte_tokenizers_file_is_what_its_script_makes(tmp_path):
     shipped = json.loads(BYTE_JSON.read_text())
     assert made["model"] == shipped["model"]
     assert [(t["id"], t["content"]) for t in shipped["added_tokens"]] == list(enumerate(CHATML, 509))
+
+
+def test_a_text_that_the_tokenizer_cannot_take_is_named(qwen):
+    """White space without end overflows the stack of tiktoken's regular expressions, which ends in a Rust panic."""
+    message = {"role": "user", "content": " " * 3_000_000}
+    with pytest.raises(DataError, match=r"conversation 2: tiktoken cannot split a text of 3,000,000 characters"):
+        tokenize([[{"role": "user", "content": "short"}], [message]], qwen)
 
 
 @pytest.mark.parametrize(

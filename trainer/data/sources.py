@@ -23,10 +23,13 @@ UNSUPPORTED = ("tool_calls", "function_call", "weight")  # would change what is 
 
 
 def tokenize(conversations: Iterable[Conversation], tokenizer: Tokenizer) -> Documents:
-    """One document per conversation."""
+    """One document per conversation; raises DataError naming the one that the tokenizer cannot take."""
     ids, supervised, starts = array("i"), array("b"), array("q", [0])
-    for conversation in conversations:
-        document_ids, document_supervised = tokenizer.encode_chat(conversation)
+    for number, conversation in enumerate(conversations, 1):
+        try:
+            document_ids, document_supervised = tokenizer.encode_chat(conversation)
+        except DataError as error:
+            raise DataError(f"conversation {number}: {error}") from error
         ids.extend(document_ids)
         supervised.extend(document_supervised)
         starts.append(len(ids))

@@ -135,6 +135,14 @@ def _qwen() -> Tokenizer:
     pairs = tiktoken.Encoding("qwen", pat_str=PAT_STR, mergeable_ranks=ranks, special_tokens={})
 
     def encode(text: str) -> list[int]:
-        return pairs.encode_ordinary(unicodedata.normalize("NFC", text))  # as Qwen's own tokenizer does
+        try:
+            return pairs.encode_ordinary(unicodedata.normalize("NFC", text))  # as Qwen's own tokenizer does
+        except BaseException as error:  # its panic is no Exception, and has no public name
+            if type(error).__name__ != "PanicException":
+                raise
+            raise DataError(
+                f"tiktoken cannot split a text of {len(text):,} characters, as where white space goes on for a million: "
+                "shorten it"
+            ) from error
 
     return Tokenizer(encode, pairs.decode, len(ranks), QWEN3_SPECIALS, QWEN3_ANSWER_TOKENS)
