@@ -103,25 +103,47 @@ def flops_at_length(config: RunConfig, document_len: float) -> Flops:
     """FLOPs per token where the causal mask leaves on average half of `document_len` positions to a token.
 
     For packed rows that is the sum of the squared document lengths over all positions, padding included.
-    The weight gradient of a frozen matrix is not computed and not counted.
+    What backward does not compute is not counted: the weight gradient of a frozen matrix, and below the first layer
+    with something to train any gradient at all.
     """
     model = config.model
-    matmul = 0.0
+    first, matmul = _first_in_backward(model), 0.0
+    below_head = any(not _is_frozen(w, model) for w in weights(model) if w.name != "lm_head.weight")
     for weight in weights(model):
         if weight.kind in ("matrix", "expert"):
-            frozen = any(fnmatch(weight.name, pattern) for pattern in model.freeze)
-            matmul += (4 if frozen else 6) * _active(weight, model)
-    attention = 12 * model.num_hidden_layers * model.num_attention_heads * model.head_dim  # per attended position
+            layer = _layer(weight)
+            reached = below_head if layer is None else layer >= first
+            matmul += 2 * (1 + reached + (not _is_frozen(weight, model))) * _active(weight, model)
+    passes = 3 * model.num_hidden_layers - 2 * first  # through the layers
+    attention = 4 * passes * model.num_attention_heads * model.head_dim  # per attended position
     causal = matmul + attention / 2 * document_len
     return Flops(
         per_token=matmul + attention * config.data.seq_len,
         per_token_causal=causal,
-        per_token_executed=causal + _recomputed(config, attention / 2 * document_len),
+        per_token_executed=causal + _recomputed(config, first, document_len),
     )
 
 
-def _recomputed(config: RunConfig, causal_attention: float) -> float:
-    """FLOPs per token that activation checkpointing executes once more.
+def _is_frozen(weight: Weight, model: ModelConfig) -> bool:
+    return any(fnmatch(weight.name, pattern) for pattern in model.freeze)
+
+
+def _layer(weight: Weight) -> int | None:
+    parts = weight.name.split(".")
+    return int(parts[1]) if parts[0] == "layers" else None
+
+
+def _first_in_backward(model: ModelConfig) -> int:
+    """The first layer that backward goes through; num_hidden_layers if only what follows them is trained."""
+    first = next((weight for weight in weights(model) if not _is_frozen(weight, model)), None)
+    if first is not None and first.name == "embed_tokens.weight":
+        return 0
+    layer = None if first is None else _layer(first)
+    return model.num_hidden_layers if layer is None else layer
+
+
+def _recomputed(config: RunConfig, first: int, document_len: float) -> float:
+    """FLOPs per token that activation checkpointing executes once more, in the layers from `first` on.
 
     full: the forward pass of every block, the router's GEMM included. selective: the experts' GEMMs, as attention and
     the dense GEMMs are kept. Nothing needs the output of an MLP's last GEMM in backward, so it is not repeated where
@@ -131,12 +153,14 @@ def _recomputed(config: RunConfig, causal_attention: float) -> float:
         return 0.0
     last = ("mlp.down_proj.weight",) if config.compile.mode == "none" else ("mlp.down_proj.weight", "experts.down_proj")
     kinds = ("matrix", "expert") if config.ac.mode == "full" else ("expert",)
+    model, layers = config.model, config.model.num_hidden_layers
     repeated = sum(
-        2 * _active(weight, config.model)
-        for weight in weights(config.model)
-        if weight.name.startswith("layers.") and weight.kind in kinds and not weight.name.endswith(last)
+        2 * _active(weight, model)
+        for weight in weights(model)
+        if weight.kind in kinds and not weight.name.endswith(last) and _layer(weight) in range(first, layers)
     )
-    return repeated + (causal_attention / 3 if config.ac.mode == "full" else 0.0)
+    attention = 2 * (layers - first) * model.num_attention_heads * model.head_dim * document_len
+    return repeated + (attention if config.ac.mode == "full" else 0.0)
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
+from trainer.build import freeze
 from trainer.config import AcConfig, CompileConfig, DataConfig, ModelConfig, RunConfig
 from trainer.flops import flops_per_token, parameter_counts, peak_flops, weights
 from trainer.memory.ac import apply_ac
@@ -78,8 +80,9 @@ def test_weights_are_those_of_the_real_model(model):
 def plain_block(x_ND: torch.Tensor, layer: int, model: ModelConfig, w: dict[str, torch.Tensor]) -> torch.Tensor:
     H, G, d = model.num_attention_heads, model.num_key_value_heads, model.head_dim
     at = f"layers.{layer}"
+    normed_ND = x_ND * w[f"{at}.input_layernorm.weight"]  # enough of a norm to need the gradient
     q, k, v = (
-        (x_ND @ w[f"{at}.self_attn.{name}_proj.weight"].T).view(SEQ, heads, d).transpose(0, 1)
+        (normed_ND @ w[f"{at}.self_attn.{name}_proj.weight"].T).view(SEQ, heads, d).transpose(0, 1)
         for name, heads in (("q", H), ("k", G), ("v", G))
     )
     k, v = (t.repeat_interleave(H // G, dim=0) for t in (k, v))
@@ -119,14 +122,14 @@ def counted_flops_per_token(model: ModelConfig) -> float:
     """Forward and backward of the plain model, as torch's counter sees them."""
     w = plain_weights(model)
     for name in w:
-        w[name].requires_grad_(name not in model.freeze)
+        w[name].requires_grad_(not any(fnmatch(name, pattern) for pattern in model.freeze))
     head = w["embed_tokens.weight" if model.tie_word_embeddings else "lm_head.weight"]
     tokens = torch.arange(SEQ) % model.vocab_size
     with FlopCounterMode(display=False) as counter:
         x_ND = w["embed_tokens.weight"][tokens]
         for layer in range(model.num_hidden_layers):
             x_ND = plain_block(x_ND, layer, model, w)
-        F.cross_entropy(x_ND @ head.T, tokens).backward()
+        F.cross_entropy((x_ND * w["norm.weight"]) @ head.T, tokens).backward()
     return counter.get_total_flops() / SEQ
 
 
@@ -161,6 +164,7 @@ def real_model(model: ModelConfig, ac: str, dtype: torch.dtype = torch.float32) 
     with torch.no_grad():
         for parameter in real.parameters():
             parameter.normal_(0, 0.1, generator=generator)
+    freeze(real, model)
     apply_ac(real, ac)
     return real
 
@@ -173,16 +177,22 @@ def executed_by_real_model(model: ModelConfig, ac: str) -> float:
     return counter.get_total_flops() / SEQ
 
 
-def attention_twice_over(model: ModelConfig) -> float:
+def attention_twice_over(model: ModelConfig, layers: int) -> float:
     """What the counter adds to the causal count of one more attention forward pass: it counts it in full."""
-    return 2 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * SEQ
+    return 2 * layers * model.num_attention_heads * model.head_dim * SEQ
 
 
 # The grouped kernels want rows of 16 bytes.
 WIDE = dataclasses.replace(MOE, hidden_size=32, head_dim=16, intermediate_size=24, moe_intermediate_size=16)
 
 
-@pytest.mark.parametrize("model", [dataclasses.replace(WIDE, num_experts=0), WIDE], ids=["dense", "moe"])
+# Nothing below layer 1 is trained: backward does not get there, and nothing is computed again.
+UPPER = dataclasses.replace(WIDE, freeze=["embed_tokens.weight", "layers.0.*"])
+
+
+@pytest.mark.parametrize(
+    "model", [dataclasses.replace(WIDE, num_experts=0), WIDE, UPPER], ids=["dense", "moe", "moe_upper"]
+)
 @pytest.mark.parametrize("ac", ["selective", "full"])
 def test_hfu_counts_what_the_eager_model_executes_again(model, ac):
     eager = {
@@ -190,7 +200,8 @@ def test_hfu_counts_what_the_eager_model_executes_again(model, ac):
     }
     formula = {mode: flops_per_token(config).per_token_executed for mode, config in eager.items()}
     counted = executed_by_real_model(model, ac) - executed_by_real_model(model, "none")
-    assert formula[ac] - formula["none"] == counted - (attention_twice_over(model) if ac == "full" else 0)
+    layers = model.num_hidden_layers - bool(model.freeze)
+    assert formula[ac] - formula["none"] == counted - (attention_twice_over(model, layers) if ac == "full" else 0)
 
 
 def products_in_compiled_backward(model: ModelConfig, ac: str) -> Counter[str]:
@@ -228,7 +239,7 @@ def test_hfu_counts_what_a_compiled_model_executes_again():
 
     D, I, K = model.hidden_size, model.moe_intermediate_size, model.num_experts_per_tok
     attention_weights = 2 * (64 + 32) * D
-    forward = 2 * (2 * attention_weights + D * 6 + 2 * D * 24 + K * 2 * I * D) + attention_twice_over(model)
+    forward = 2 * (2 * attention_weights + D * 6 + 2 * D * 24 + K * 2 * I * D) + attention_twice_over(model, 2)
     full, none = flops_per_token(run_of(model, "full")), flops_per_token(run_of(model, "none"))
     assert full.per_token_executed - none.per_token_executed == forward
     selective = flops_per_token(run_of(model, "selective"))
@@ -268,12 +279,21 @@ def test_packed_documents_attend_to_themselves_only():
     assert packed.per_token_causal - matmul == pytest.approx((whole.per_token_causal - matmul) * 96 / SEQ**2)
 
 
-def test_weight_gradients_of_frozen_matrices_are_not_counted():
-    """The counter sees them missing too: a frozen layer still passes the gradient on to those below."""
-    frozen = [w.name for w in weights(MOE) if w.name.startswith("layers.2.")]
-    model = dataclasses.replace(MOE, freeze=frozen)
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ["layers.2.*"],  # it still passes the gradient on to those below
+        ["embed_tokens.weight"],
+        ["embed_tokens.weight", "layers.0.*", "layers.1.*"],
+        ["embed_tokens.weight", "layers.*"],
+        ["embed_tokens.weight", "layers.*", "norm.weight"],
+        ["lm_head.weight", "*experts*"],
+    ],
+)
+def test_gradients_that_nothing_needs_are_not_counted(patterns):
+    """The counter sees them missing too: of frozen matrices, and all below the first layer with something to train."""
+    model = dataclasses.replace(MOE, freeze=patterns)
     assert flops_per_token(run_of(model)).per_token == counted_flops_per_token(model)
-    assert flops_per_token(run_of(model)).per_token < flops_per_token(run_of(MOE)).per_token
 
 
 @pytest.mark.parametrize(
