@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import Any
 
+from launcher.check_cluster import check_cluster
 from launcher.environment import SHELL_NAME
 from launcher.machine import Machine
 from launcher.plan import BYTES, state_memory_gib
@@ -32,12 +33,11 @@ AT_LEAST_ZERO = (
     "model.num_experts", "model.num_experts_per_tok", "model.moe_intermediate_size", "model.router_aux_loss_coef",
     "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm", "schedule.warmup_steps",
     "schedule.decay_steps", "schedule.min_lr", "data.eval_every_steps", "train.seed", "train.stall_timeout_s",
-    "checkpoint.every_steps", "cluster.grace_s", "cluster.cpus_per_task",
+    "checkpoint.every_steps", "cluster.grace_s", "cluster.cpus_per_task", "cluster.array_parallelism",
 )
 # fmt: on
 ABOVE_ZERO = ("model.rope_theta", "model.rms_norm_eps", "optimizer.eps", "model.initializer_range")
 BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "data.validation_fraction")
-SLURM_ONLY = ("partition", "account", "qos", "constraint", "reservation", "exclusive", "gres", "mem", "srun_args")
 SET_BY_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -47,7 +47,7 @@ def check(config: RunConfig, machine: Machine) -> list[Problem]:
     `machine` matters only where the run is to start on it.
     """
     numbers = list(_numbers(config))
-    problems = [*_strings(config), *numbers, *_optimizer(config), *_data(config, machine), *_cluster(config)]
+    problems = [*_strings(config), *numbers, *_optimizer(config), *_data(config, machine), *check_cluster(config)]
     if not numbers:  # the others divide by these
         problems += [*_layout(config), *_batch(config), *_model(config), *_compute(config), *check_weights(config)]
         problems += _target(config, machine)
@@ -261,21 +261,6 @@ def _data(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     if data.eval_every_steps and not data.validation_fraction:
         keys = ["data.eval_every_steps", "data.validation_fraction"]
         yield problem(config, keys, "nothing is held out to evaluate on", "data.validation_fraction=0.05")
-
-
-def _cluster(config: RunConfig) -> Iterator[Problem]:
-    cluster = config.cluster
-    if cluster.name == "local":
-        given = [f"cluster.{name}" for name in SLURM_ONLY if getattr(cluster, name)]
-        if given:
-            yield problem(config, ["cluster.name", *given], "mean something to SLURM only", "cluster=slurm")
-    if cluster.mem and not re.fullmatch(r"\d+[KMGT]?", cluster.mem):
-        yield problem(
-            config, ["cluster.mem"], "is not SLURM's spelling of memory a node", "cluster.mem=500G", "cluster.mem=0"
-        )
-    clash = [item for item in cluster.srun_args if item.startswith("--mem")]
-    if cluster.mem and clash:
-        yield problem(config, ["cluster.mem", "cluster.srun_args"], f"SLURM takes --mem or {clash[0]}, not both")
 
 
 def _target(config: RunConfig, machine: Machine) -> Iterator[Problem]:

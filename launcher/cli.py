@@ -154,6 +154,8 @@ def submit_one(run: Run) -> int:
     jobs = submit.submit([run])
     if launch.json:
         print(json.dumps(jobs[0]), flush=True)
+    elif run.config.cluster.name == "slurm":
+        print("\n".join([f"job         {jobs[0]['job_id']}, key {run.key}", *submit.announce(str(run.path), jobs)]))
     return submit.wait([run]) if launch.wait == "true" else 0
 
 

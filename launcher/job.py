@@ -12,8 +12,10 @@ import sys
 import traceback
 from pathlib import Path
 
+from launcher.environment import threads_per_rank
+from trainer.config import ConfigError
+
 _PR_SET_PDEATHSIG = 1
-_FIRST_PORT, _PORTS = 20000, 12000  # below the ports that Linux gives to outgoing connections
 
 
 def die_with_supervisor() -> None:
@@ -44,10 +46,20 @@ def rank_variables() -> dict[str, str]:
         "WORLD_SIZE": str(job.num_tasks),
         "LOCAL_WORLD_SIZE": str(job.num_tasks // job.num_nodes),
     }
-    if job.cluster == "slurm":  # on this machine launcher.local holds a free port
+    if job.cluster == "slurm":
+        if "MASTER_PORT" not in os.environ:
+            raise ConfigError("MASTER_PORT is not set: launcher.batch holds a free one and hands it to srun")
         variables["MASTER_ADDR"] = job.hostnames[0]
-        variables["MASTER_PORT"] = str(_FIRST_PORT + int(job.raw_job_id) % _PORTS)
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(
+            _threads(job.num_tasks // job.num_nodes)
+        )
     return variables
+
+
+def _threads(ranks_per_node: int) -> int:
+    """CPU threads of a rank: what SLURM gave it, else its share of the node."""
+    asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    return int(asked) if asked.isdigit() else threads_per_rank(ranks_per_node)
 
 
 def write_failure(run_dir: Path, error: BaseException) -> None:
@@ -80,6 +92,7 @@ def main(run_dir: Path) -> None:
 
         train(run_dir)
     except BaseException as error:  # noqa: BLE001 (also sys.exit: a rank that ends early has failed)
+        print(f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()} failed:", file=sys.stderr)
         traceback.print_exc()
         write_failure(run_dir, error)
         sys.stdout.flush()

@@ -104,9 +104,9 @@ def verdict(run_dir: Path, exit_codes: dict[int, int]) -> dict[str, Any]:
     silent = [rank for rank in bad if rank not in [failure["rank"] for failure in broken]]
     rank = silent[0] if silent else broken[0]["rank"]
     if silent:
-        error = f"rank {rank} {_exit_words(bad[rank])}"
+        error = f"rank {rank} {exit_words(bad[rank])}"
     else:
-        error = f"rank {rank} on {broken[0]['host']}: {broken[0]['error']}"
+        error = status.failure_words(broken[0])
     return {
         "state": "failed",
         "rank": rank,
@@ -116,7 +116,7 @@ def verdict(run_dir: Path, exit_codes: dict[int, int]) -> dict[str, Any]:
     }
 
 
-def _exit_words(code: int) -> str:
+def exit_words(code: int) -> str:
     if code >= 0:
         return f"exited with code {code} and left no traceback of its own"
     hint = " (the kernel does so when memory runs out)" if -code == signal.SIGKILL else ""

@@ -6,21 +6,24 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from launcher import slurm
+from launcher.slurm import Queue
+
 FINAL = ("done", "failed", "cancelled", "preempted", "lost")
+REQUEUED = ("cancelled", "preempted")  # how a run looks that SLURM stopped, and may start again
 LOCK = ".supervisor.lock"  # held by launcher.local for as long as it lives: no process id can be mistaken for it
 CANCEL = "cancel.json"
 _START_S = 15.0  # within it a submitted job may not hold its lock yet
 _TAIL_BYTES = 65536
+_RECENT = 10  # steps whose mean time says how long the rest will take
 _SILENT_S = 300.0  # a heartbeat older than this is worth a word
 
 
@@ -69,12 +72,17 @@ def log_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"attempt_{max(1, attempts(run_dir))}" / f"rank_{rank}.log"
 
 
+def archive_failures(run_dir: Path) -> None:
+    """Move what the newest attempt left about its failure to its logs: status would take it for the next one's."""
+    number = attempts(run_dir)
+    for path in run_dir.glob("failure-*.json"):
+        path.rename(run_dir / "logs" / f"attempt_{number}" / path.name if number else path.with_suffix(".old"))
+
+
 def begin_attempt(run_dir: Path) -> int:
     """Open the next attempt: its log directory, and no trace of the former one's end where status is read."""
+    archive_failures(run_dir)
     number = attempts(run_dir) + 1
-    for path in run_dir.glob("failure-*.json"):
-        path.rename(run_dir / "logs" / f"attempt_{number - 1}" / path.name if number > 1 else path.with_suffix(".old"))
-    (run_dir / CANCEL).unlink(missing_ok=True)
     (run_dir / "logs" / f"attempt_{number}").mkdir(parents=True)
     return number
 
@@ -92,8 +100,8 @@ def supervisor_lock(run_dir: Path) -> Iterator[bool]:
         yield True
 
 
-def is_alive(run_dir: Path, job: dict[str, Any]) -> bool | None:
-    """Whether the job's processes exist; None where this machine cannot know."""
+def is_alive(run_dir: Path, job: dict[str, Any], queue: Queue | None = None) -> bool | None:
+    """Whether the job's processes exist or SLURM will start them; None where this machine cannot know."""
     if job.get("cluster") == "local":
         if job.get("host") != socket.gethostname():
             return None
@@ -101,12 +109,9 @@ def is_alive(run_dir: Path, job: dict[str, Any]) -> bool | None:
             return True
         starting = read_json(run_dir / "status.json").get("state") == "starting"
         return starting and time.time() - job["submitted"] < _START_S and _exists(int(job["job_id"]))
-    if job.get("cluster") == "slurm" and shutil.which("squeue"):
-        command = ["squeue", "--noheader", "--format=%T", f"--jobs={job['job_id']}"]
-        answer = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
-        if answer.returncode == 0:
-            return bool(answer.stdout.strip())
-        return False if "Invalid job id" in answer.stderr else None
+    if job.get("cluster") == "slurm":
+        known = (queue or Queue()).look(job["job_id"])
+        return None if known is None else not known.has_ended
     return None
 
 
@@ -132,9 +137,10 @@ def _exists(pid: int) -> bool:
         return False
 
 
-def describe(run_dir: Path, ask_slurm: bool = True) -> dict[str, Any]:
-    """State of a run: key, path, state, step, steps, attempt, job_id, cluster, heartbeat_age_s, loss, mfu, and for a run
-    that ended badly reason, rank and log. Absent = not known. `ask_slurm`: whether squeue is called where files are silent.
+def describe(run_dir: Path, queue: Queue | None = None) -> dict[str, Any]:
+    """State of a run: key, path, state, step, steps, attempt, job_id, cluster, heartbeat_age_s, loss, mfu, time_left_s; of
+    one that SLURM has in its queue waits (why) and expected_start; of one that ended badly reason, rank and log.
+    Absent = not known. `queue`: what SLURM has said lately; None: it is asked, where the files are silent.
     """
     status, job = read_json(run_dir / "status.json"), read_json(run_dir / "job.json")
     state = status.get("state") or ("submitted" if job else "frozen")
@@ -154,48 +160,125 @@ def describe(run_dir: Path, ask_slurm: bool = True) -> dict[str, Any]:
         "rank": status.get("rank"),
         "log": status.get("log"),
     }
-    if state not in FINAL and job:
-        alive = is_alive(run_dir, job) if job["cluster"] == "local" or ask_slurm else None
-        found.update(_unfinished(run_dir, alive, found["heartbeat_age_s"]))
+    if job.get("cluster") == "slurm" and (state not in FINAL or state in REQUEUED):
+        found.update(_on_slurm(run_dir, state, (queue or Queue()).look(job["job_id"]), found["heartbeat_age_s"]))
+    elif job and state not in FINAL:
+        alive = is_alive(run_dir, job)
+        found.update(_gone(run_dir) if alive is False else _silent(found["heartbeat_age_s"]))
+    if found["state"] == "running" and found["steps"]:
+        found["time_left_s"] = time_left_s(run_dir, found["step"] or 0, found["steps"])
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _unfinished(run_dir: Path, alive: bool | None, heartbeat_age_s: float | None) -> dict[str, Any]:
-    """What to say of a run without a final state, given whether its processes exist."""
-    age = "" if heartbeat_age_s is None else f"; last heartbeat {heartbeat_age_s:.0f} s ago"
-    if alive is False:
-        status = read_json(run_dir / "status.json")  # again: it may have ended between the two looks
-        if status.get("state") in FINAL:
-            return {"state": status["state"], "reason": status.get("error") or None, "log": status.get("log")}
-        if broken := failures(run_dir):
-            rank = broken[0]["rank"]
-            reason = f"rank {rank} on {broken[0]['host']}: {broken[0]['error']}"
-            return {"state": "failed", "rank": rank, "reason": reason, "log": str(log_path(run_dir, rank))}
-        log = log_path(run_dir, 0)
-        return {
-            "state": "lost",
-            "reason": f"its processes are gone and left no final state (killed, or the machine restarted){age}",
-            "log": str(
-                log if log.is_file() else run_dir / "logs" / "launcher.log"
-            ),  # before the ranks: the script's own
-        }
+def describe_all(run_dirs: Sequence[Path], queue: Queue | None = None) -> list[dict[str, Any]]:
+    """`describe` of many runs; SLURM is asked about all of them at once."""
+    queue = queue or Queue(every_s=60.0)
+    jobs = [read_json(run_dir / "job.json") for run_dir in run_dirs]
+    states = [read_json(run_dir / "status.json").get("state") for run_dir in run_dirs]
+    open_ = [state not in FINAL or state in REQUEUED for state in states]
+    asked = [job["job_id"] for job, ask in zip(jobs, open_, strict=True) if ask and job.get("cluster") == "slurm"]
+    queue.prefetch(asked)
+    return [describe(run_dir, queue) for run_dir in run_dirs]
+
+
+def has_ended(described: dict[str, Any]) -> bool:
+    """Whether nothing more will come: a preempted run that SLURM has queued again has not ended."""
+    return described["state"] in FINAL and "waits" not in described
+
+
+def time_left_s(run_dir: Path, step: int, steps: int) -> float | None:
+    """Seconds until the last step, from the newest steps' times; None before the first one."""
+    rows = [row for row in last_rows(run_dir, _RECENT) if row["step"] <= step]
+    times = [row["step_time_s"] for row in rows if "step_time_s" in row]
+    return round(sum(times) / len(times) * (steps - step), 1) if times else None
+
+
+def failure_words(failure: dict[str, Any]) -> str:
+    """Rank, host, error, and the line of our code at which it happened."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', failure.get("traceback", ""))
+    own = [frame for frame in frames if "site-packages" not in frame[0] and not frame[0].startswith("<")] or frames
+    where = f" ({'/'.join(Path(own[-1][0]).parts[-2:])}:{own[-1][1]})" if own else ""
+    return f"rank {failure['rank']} on {failure['host']}: {failure['error']}{where}"
+
+
+def _on_slurm(run_dir: Path, state: str, job: slurm.Job | None, heartbeat_age_s: float | None) -> dict[str, Any]:
+    """What to say of a run without a final state, or with one after which SLURM may start it again."""
+    if job is None:
+        return _silent(heartbeat_age_s) if state not in FINAL else {}
+    if job.is_waiting:
+        words = {"waits": job.reason or "not looked at yet", "expected_start": job.start or None}
+        if state in REQUEUED:
+            return words | {"state": "preempted", "reason": "stopped by SLURM, which will start it again"}
+        return words | {"state": "queued"}
+    if not job.has_ended:
+        started = {"state": "starting", "reason": None} if state in ("queued", "submitted", *REQUEUED) else {}
+        ending = job.state in ("COMPLETING", "SIGNALING") and state in REQUEUED
+        return {} if ending else started | _silent(heartbeat_age_s)
+    if state in FINAL:
+        return {}
+    return _gone(run_dir, job)
+
+
+def _silent(heartbeat_age_s: float | None) -> dict[str, Any]:
     if heartbeat_age_s is not None and heartbeat_age_s > _SILENT_S:
-        return {"reason": f"no sign of life{age}"}
+        return {"reason": f"no sign of life; last heartbeat {heartbeat_age_s:.0f} s ago"}
     return {}
 
 
-def cancel(run_dir: Path) -> str:
-    """Stop a run: the marker first, so that its ranks and status know why; returns what was done, in words."""
-    job, state = read_json(run_dir / "job.json"), describe(run_dir)["state"]
-    if not job or state in FINAL:
-        return f"nothing to cancel, it is {state}"
+def _gone(run_dir: Path, job: slurm.Job | None = None) -> dict[str, Any]:
+    """What to say of a run whose processes are gone; `job`: SLURM's word on it."""
+    status = read_json(run_dir / "status.json")  # again: it may have ended between the two looks
+    if status.get("state") in FINAL:
+        known = {"state": status["state"], "reason": status.get("error"), "rank": status.get("rank")}
+        return known | {"step": status.get("step"), "log": status.get("log")}
+    if broken := failures(run_dir):
+        rank = broken[0]["rank"]
+        return {
+            "state": "failed",
+            "rank": rank,
+            "reason": failure_words(broken[0]),
+            "log": str(log_path(run_dir, rank)),
+        }
+    logs = (log_path(run_dir, 0), log_path(run_dir, 0).with_name("slurm.log"), run_dir / "logs" / "launcher.log")
+    outer = read_json(run_dir / "job.json").get("log")  # of the job script, before any rank
+    log = next((str(path) for path in logs if path.is_file()), outer)
+    if job is not None and job.state not in (slurm.GONE, "COMPLETED"):
+        if job.state == "CANCELLED" or (run_dir / CANCEL).exists():
+            why = "on request" if (run_dir / CANCEL).exists() else "by scancel"
+            return {"state": "cancelled", "reason": f"cancelled {why}"}
+        state = "preempted" if job.state == "PREEMPTED" else "failed"
+        return {"state": state, "reason": f"SLURM says {job.state} {job.reason}".strip(), "log": log}
+    if (run_dir / CANCEL).exists():
+        return {"state": "cancelled", "reason": "cancelled on request"}
+    age = f"; last heartbeat {time.time() - status['heartbeat']:.0f} s ago" if status.get("heartbeat") else ""
+    return {
+        "state": "lost",
+        "reason": f"its processes are gone and left no final state (killed, or the machine restarted){age}",
+        "log": log,
+    }
+
+
+def cancel(run_dirs: Sequence[Path]) -> list[str]:
+    """Stop runs: the marker first, so that ranks and status know why; returns what was done for each, in words."""
+    words, job_ids = [], []
+    for run_dir, now in zip(run_dirs, describe_all(run_dirs), strict=True):
+        job = read_json(run_dir / "job.json")
+        if not job or has_ended(now):
+            words.append(f"nothing to cancel, it is {now['state']}")
+        elif job["cluster"] == "slurm":
+            _mark_cancelled(run_dir)
+            job_ids.append(job["job_id"])
+            words.append("")
+        elif is_alive(run_dir, job) is None:
+            words.append(f"it runs on {job['host']}: run this command there")
+        else:
+            _mark_cancelled(run_dir)
+            os.kill(int(job["job_id"]), signal.SIGTERM)
+            words.append("stopping")
+    sent = slurm.cancel(job_ids) if job_ids else ""
+    return [word or sent for word in words]
+
+
+def _mark_cancelled(run_dir: Path) -> None:
+    """The marker that says why the ranks get SIGTERM."""
     write_json(run_dir / CANCEL, {"time": time.time(), "host": socket.gethostname()})
-    if job["cluster"] == "slurm":
-        if not shutil.which("scancel"):
-            return f"scancel is not on PATH here: run `scancel {job['job_id']}` on a login node"
-        sent = subprocess.run(["scancel", str(job["job_id"])], check=False, capture_output=True, text=True, timeout=60)
-        return f"scancel {job['job_id']} sent" if sent.returncode == 0 else f"scancel failed: {sent.stderr.strip()}"
-    if is_alive(run_dir, job) is None:
-        return f"it runs on {job['host']}: run this command there"
-    os.kill(int(job["job_id"]), signal.SIGTERM)
-    return "stopping"

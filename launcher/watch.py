@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from launcher import status
+from launcher.slurm import Queue
 from launcher.table import result_table
 
 _LOOK_S = 0.2
 _LINE_S = 5.0  # between lines where there is no terminal to overwrite one
 _SQUEUE_S = 15.0  # between questions to SLURM, which serves everybody
-_RECENT = 10  # steps whose mean time says how long the rest will take
 _TAIL = 25  # lines of a traceback that are shown
 _STOPPED_S = 30.0  # a cancelled run is given this long to end before the command stops waiting for it
 EXIT_CODES = {"done": 0, "cancelled": 130}
@@ -41,17 +41,14 @@ def wait(run_dirs: list[Path], out: TextIO | None = None) -> int:
 def follow(run_dir: Path, out: TextIO, seen: list[int], name: str) -> dict[str, Any]:
     """Show one run's progress until it has ended, or until a signal in `seen` has cancelled it; returns its state."""
     line = LiveLine(out)
-    deadline, next_question = None, time.monotonic()
+    deadline, queue = None, Queue(_SQUEUE_S)
     while True:
-        ask_slurm = time.monotonic() >= next_question
-        if ask_slurm:
-            next_question = time.monotonic() + _SQUEUE_S
-        now = status.describe(run_dir, ask_slurm)
-        if now["state"] in status.FINAL and not status.is_held(run_dir):
+        now = status.describe(run_dir, queue)
+        if status.has_ended(now) and not status.is_held(run_dir):
             break
         if seen and deadline is None:
             deadline = time.monotonic() + _STOPPED_S
-            line.show(f"{name}: {status.cancel(run_dir)}", always=True)
+            line.show(f"{name}: {status.cancel([run_dir])[0]}", always=True)
         if deadline is None:
             line.show(f"{name}  {progress(run_dir, now)}")
         elif time.monotonic() > deadline:
@@ -64,7 +61,9 @@ def follow(run_dir: Path, out: TextIO, seen: list[int], name: str) -> dict[str, 
 def progress(run_dir: Path, now: dict[str, Any]) -> str:
     """One line: step, loss, tokens/s, MFU or why there is none, time left."""
     step, steps = now.get("step", 0), now.get("steps")
-    rows = [row for row in status.last_rows(run_dir, _RECENT) if row["step"] <= (step or 0)]
+    if "waits" in now:
+        return waiting(now)
+    rows = [row for row in status.last_rows(run_dir, 1) if row["step"] <= (step or 0)]
     if not rows:  # of this attempt
         return now["state"]
     row = rows[-1]
@@ -74,10 +73,22 @@ def progress(run_dir: Path, now: dict[str, Any]) -> str:
     if "tokens_per_s_per_gpu" in row:
         parts.append(f"{row['tokens_per_s_per_gpu']:,.0f} tokens/s per rank")
     parts.append(f"MFU {100 * row['mfu']:.1f} %" if "mfu" in row else no_mfu(run_dir))
-    if times := [one["step_time_s"] for one in rows if "step_time_s" in one]:
-        minutes, seconds = divmod(round(sum(times) / len(times) * (steps - step)), 60)
-        parts.append(f"{minutes}:{seconds:02d} left")
+    if (left := status.time_left_s(run_dir, step, steps)) is not None:
+        parts.append(f"{clock(left)} left")
     return "  ".join(parts)
+
+
+def waiting(now: dict[str, Any]) -> str:
+    """Why SLURM has not started a run, and when it expects to."""
+    start = f", expected start {now['expected_start'].replace('T', ' ')}" if "expected_start" in now else ""
+    return f"{now['state']} ({now['waits']}{start})"
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def no_mfu(run_dir: Path) -> str:
@@ -102,7 +113,7 @@ def show_end(run_dir: Path, now: dict[str, Any], out: TextIO) -> None:
 def traceback_tail(run_dir: Path, now: dict[str, Any]) -> list[str]:
     """Last lines of the failing rank's traceback, or of its log where it left none."""
     for failure in status.failures(run_dir):
-        if failure["rank"] == now.get("rank"):
+        if failure["rank"] == now.get("rank") and failure["traceback"]:
             return failure["traceback"].rstrip().splitlines()[-_TAIL:]
     try:
         return Path(now["log"]).read_text(errors="replace").splitlines()[-_TAIL:]

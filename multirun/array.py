@@ -140,8 +140,8 @@ def act(prepared: Sequence[Run], choices: Sequence[dict[str, str]], sweep: Path)
     jobs = submit.submit(on_slurm)
     for job in jobs:
         print(f"job {job['job_id']}  {job['path']}", file=out, flush=True)
-    if jobs and launch.wait != "true":
-        print(f"follow it: python -m multirun status|logs|results|cancel {sweep}", file=out, flush=True)
+    if jobs:
+        print("\n".join(submit.announce(str(sweep), jobs)), file=out, flush=True)
     interrupted = one_after_the_other(prepared, choices, sweep, out)
     if launch.wait == "true" and on_slurm:
         submit.wait(on_slurm)
@@ -149,7 +149,7 @@ def act(prepared: Sequence[Run], choices: Sequence[dict[str, str]], sweep: Path)
 
 
 def dry_run(prepared: Sequence[Run], choices: Sequence[dict[str, str]]) -> int:
-    """Plan and script of every run; nothing is written."""
+    """Plan of every run and every script that would be submitted; nothing is written."""
     if prepared[0].config.launch.json:
         print(json.dumps([{"key": run.key, "path": str(run.path), **run.plan} for run in prepared]))
         return 0
@@ -158,7 +158,10 @@ def dry_run(prepared: Sequence[Run], choices: Sequence[dict[str, str]]) -> int:
     for run, choice in zip(prepared, choices, strict=True):
         print(f"== {name(choice)}\nrun         {run.path} (not written)")
         print("\n".join(describe(run.plan)))
-        print(f"\n{submit.script(run)}")
+        if run.config.cluster.name != "slurm":
+            print(f"\n{submit.script(run)}")
+    for group in submit.arrays([run for run in prepared if run.config.cluster.name == "slurm"]):
+        print(f"\n== for {len(group)} run(s)\n{submit.array_script(group)}")
     return 0
 
 

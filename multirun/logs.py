@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TextIO
 
 from launcher import status
+from launcher.slurm import Queue
 from trainer.config import ConfigError
 
 _LOOK_S = 0.3
+_SQUEUE_S = 15.0  # between questions to SLURM, which serves everybody
 
 
 def rank_logs(run: Path, rank: int | None, attempt: int | None) -> list[Path]:
@@ -35,19 +37,23 @@ def show(paths: Sequence[Path], out: TextIO) -> None:
     out.flush()
 
 
-def follow(run: Path, rank: int | None, out: TextIO) -> None:
-    """Print lines as they are written, marked with their rank, until the run has ended; a new attempt is followed too."""
+def follow(runs: Sequence[Path], rank: int | None, out: TextIO) -> None:
+    """Print lines as they are written, marked with their rank (and run, where there are several), until all runs have
+    ended; a new attempt is followed too."""
     offsets: dict[Path, int] = {}
-    while True:
-        ended = status.describe(run)["state"] in status.FINAL and not status.is_held(run)
-        if (run / "logs").is_dir():
+    queue = Queue(_SQUEUE_S)
+    open_ = list(runs)
+    while open_:
+        for run, now in zip(list(open_), status.describe_all(open_, queue), strict=True):
+            ended = status.has_ended(now) and not status.is_held(run)
             for path in sorted((run / "logs").glob(f"attempt_{status.attempts(run)}/rank_*.log")):
                 name = path.stem.removeprefix("rank_")
                 if rank is None or name == str(rank):
-                    offsets[path] = _print_new_lines(path, offsets.get(path, 0), f"[{name}] ", ended, out)
-        if ended:
-            return
-        time.sleep(_LOOK_S)
+                    mark = f"[{name}] " if len(runs) == 1 else f"[{run.name} {name}] "
+                    offsets[path] = _print_new_lines(path, offsets.get(path, 0), mark, ended, out)
+            if ended:
+                open_.remove(run)
+        time.sleep(_LOOK_S if open_ else 0)
 
 
 def _print_new_lines(path: Path, offset: int, mark: str, ended: bool, out: TextIO) -> int:

@@ -10,9 +10,8 @@ from launcher import status
 from multirun.runs import differences
 
 
-def record(run: Path) -> dict[str, Any]:
+def record(run: Path, found: dict[str, Any]) -> dict[str, Any]:
     """Everything that is known of a run's outcome: its state as launcher.status describes it, and its result."""
-    found = status.describe(run)
     result = status.read_json(run / "result.json")
     return {**found, "result": result} if found["state"] == "done" and result else found
 
@@ -21,7 +20,10 @@ def records(runs: Sequence[Path], choices: Sequence[dict[str, str]]) -> list[dic
     """One record a run; `overrides` holds what sets it apart: the sweep's own values, else what its run.json says."""
     if not any(choices):
         choices = differences(tuple(runs))
-    return [{**record(run), "overrides": choice} for run, choice in zip(runs, choices, strict=True)]
+    described = status.describe_all(runs)
+    return [
+        {**record(run, now), "overrides": choice} for run, now, choice in zip(runs, described, choices, strict=True)
+    ]
 
 
 def table(found: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

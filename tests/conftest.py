@@ -1,4 +1,4 @@
-"""Fixtures for every package's tests: a function run on n gloo ranks of this machine."""
+"""Fixtures for every package's tests: a function run on n gloo ranks of this machine, and a SLURM of scripts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from tests.fake_slurm import FakeSlurm
 
 
 def _rank_main(function, arguments, rank, world_size, store_file, results):
@@ -69,3 +71,11 @@ def ranks(_forkserver, tmp_path) -> Callable[..., list[Any]]:
         return [pickle.loads(answer) for _, answer, _ in sorted(answers, key=lambda a: a[0])]
 
     return run
+
+
+@pytest.fixture
+def fake_slurm(tmp_path, monkeypatch) -> FakeSlurm:
+    """sbatch, squeue, sacct, scancel and scontrol on PATH, before a real SLURM's."""
+    fake = FakeSlurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", f"{fake.path / 'bin'}:{os.environ['PATH']}")
+    return fake

@@ -179,23 +179,32 @@ class BenchmarkConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Where a run goes. Not part of its identity."""
+    """Where a run goes. Not part of its identity. Empty, 0 and false: left to the site."""
 
     name: str = one_of("auto", "auto", "local", "slurm")
     device: str = one_of("auto", "auto", "cpu", "cuda")
     env: dict[str, str] = field(default_factory=dict)  # exported in every rank
     grace_s: float = 60.0  # how long the other ranks get after one has failed
     time_limit_min: int = 1440
-    cpus_per_task: int = 0  # 0: the site's default
+    cpus_per_task: int = 0
     partition: str = ""
     account: str = ""
     qos: str = ""
     constraint: str = ""
     reservation: str = ""
     exclusive: bool = False
-    gres: str = ""  # empty: --gpus-per-node
+    gres: str = ""  # in place of --gpus-per-node; none: whole nodes whose GPUs SLURM does not count
     mem: str = ""  # per node, in SLURM's spelling ("0": all)
+    mem_per_cpu: str = ""  # in place of mem
+    array_parallelism: int = 0  # runs of a sweep at a time; 0: as many as find room
+    container: str = one_of("none", "none", "pyxis", "apptainer")  # what the ranks run in
+    container_image: str = ""
+    container_mounts: list[str] = field(default_factory=list)  # PATH or HOST:CONTAINER; runs_dir is mounted anyway
+    python: str = ""  # that the ranks start with; empty: the one that submits, in a container `python`
+    mail_type: str = ""  # say END,FAIL
+    mail_user: str = ""
     setup: list[str] = field(default_factory=list)  # shell lines before srun
+    sbatch_args: list[str] = field(default_factory=list)  # say --exclude=node7
     srun_args: list[str] = field(default_factory=list)
 
 

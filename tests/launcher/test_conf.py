@@ -7,7 +7,7 @@ import yaml
 
 from launcher.overrides import options
 from launcher.schema import keys, sections
-from trainer.config import to_dict
+from trainer.config import ClusterConfig, to_dict
 from trainer.flops import parameter_counts
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -157,24 +157,7 @@ def test_the_reference_benchmark_is_pinned_field_by_field(resolved):
         "train": {"steps": 20, "seed": 0, "param_dtype": "bf16", "grad_dtype": "fp32", "stall_timeout_s": 1800.0},
         "checkpoint": {"every_steps": 0, "keep": 2, "force": False},
         "benchmark": {"peak_flops": "auto", "window_steps": 10},
-        "cluster": {
-            "name": "local",
-            "device": "cuda",
-            "env": {},
-            "grace_s": 60.0,
-            "time_limit_min": 60,
-            "cpus_per_task": 0,
-            "partition": "",
-            "account": "",
-            "qos": "",
-            "constraint": "",
-            "reservation": "",
-            "exclusive": False,
-            "gres": "",
-            "mem": "",
-            "setup": [],
-            "srun_args": [],
-        },
+        "cluster": to_dict(ClusterConfig(name="local", device="cuda", time_limit_min=60)),
     }
 
 

@@ -83,4 +83,4 @@ def project(tmp_path):
     yield made
     for path in made.run_dirs():
         if (path / "job.json").exists():
-            status.cancel(path)
+            status.cancel([path])

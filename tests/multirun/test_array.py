@@ -72,20 +72,31 @@ def test_a_frozen_sweep_prints_how_to_start_each_run(project):
     assert [status.describe(path)["state"] for path in project.run_dirs()] == ["frozen", "frozen"]
 
 
-def test_sbatch_gets_a_whole_sweep_or_none_of_it(project, tmp_path):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "sbatch").write_text("#!/bin/bash\n[ -e no ] && exit 1\necho Submitted batch job $RANDOM\n")
-    (tmp_path / "bin" / "sbatch").chmod(0o755)
-    sweep = ["cluster=slurm", "cluster.device=cpu", "--multirun", "train.seed=1,2", "launch.json=true"]
-    path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
-    (project.root / "no").touch()
-    refused = project.launch(*sweep, PATH=path)
-    assert refused.returncode == 2 and "sbatch did not take" in json.loads(refused.stdout)["refused"][0]["problems"][0]
-    (project.root / "no").unlink()
-    queued = project.launch(*sweep, PATH=path)
+def test_slurm_gets_a_whole_sweep_as_one_array_per_shape_or_none_of_it(project, fake_slurm):
+    sweep = ["cluster=slurm", "cluster.device=cpu", "--multirun", "train.seed=1,2", "parallelism.gpus_per_node=1,2"]
+    sweep += ["parallelism.ep=1"]
+    (fake_slurm.path / "refuse").write_text("no partition")
+    refused = project.launch(*sweep, "launch.json=true")
+    assert refused.returncode == 2 and "no partition" in json.loads(refused.stdout)["refused"][0]["problems"][0]
+    (fake_slurm.path / "refuse").unlink()
+    fake_slurm.says(*(f"{job}_{i}|PENDING|Priority|2026-12-02T08:00:00" for job in (4711, 4712) for i in (0, 1)))
+    queued = project.launch(*sweep)
     assert queued.returncode == 0, queued.stderr
-    assert [one["state"] for one in json.loads(queued.stdout)] == ["queued", "queued"]
-    assert all(one["job_id"].isdigit() for one in json.loads(queued.stdout))
+    assert len(fake_slurm.scripts) == 2 and all("#SBATCH --array=0-1\n" in text for text in fake_slurm.scripts)
+    job_ids = [line.split()[1] for line in queued.stdout.splitlines() if line.startswith("job ")]
+    assert job_ids == ["4711_0", "4712_0", "4711_1", "4712_1"]
+    assert "expected start 2026-12-02 08:00:00" in queued.stdout
+    sweep_dir = queued.stdout.split()[1]
+    for verb in ("status", "logs -f", "results", "retry", "cancel"):
+        assert f"python -m multirun {verb} {sweep_dir}" in queued.stdout
+    # Whatever the sweep's size, and for two commands: is there a cluster, its limit; what it says of the sweep.
+    assert len(fake_slurm.calls("scontrol")) <= 4 and len(fake_slurm.calls("squeue")) <= 2
+
+
+def test_a_dry_run_shows_the_arrays_that_would_be_submitted(project, fake_slurm):
+    done = project.launch("cluster=slurm", "cluster.device=cpu", "--multirun", "train.seed=1,2", "launch.dry_run=true")
+    assert done.returncode == 0 and done.stdout.count("#SBATCH --array=0-1\n") == 1
+    assert not fake_slurm.scripts and not project.runs.exists()
 
 
 def test_a_json_sweep_prints_one_list(project):

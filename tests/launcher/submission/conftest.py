@@ -103,7 +103,7 @@ def make_run(tmp_path):
     yield make
     for run in made:
         if (run.path / "job.json").exists():
-            status.cancel(run.path)
+            status.cancel([run.path])
             deadline = time.monotonic() + 15
             while status.is_held(run.path) and time.monotonic() < deadline:
                 time.sleep(0.05)

@@ -106,7 +106,7 @@ def test_a_run_outlives_the_command_that_submitted_it_and_cancel_leaves_no_proce
     assert status.is_alive(run.path, job) and os.getsid(int(job["job_id"])) == int(job["job_id"])
     with pytest.raises(ConfigError, match="running already"):
         submit.submit([run])
-    assert status.cancel(run.path) == "stopping"
+    assert status.cancel([run.path]) == ["stopping"]
     assert end(run)["state"] == "cancelled"
     assert not alive(run.path / "pid-0") and not alive(run.path / "pid-1")
 

@@ -1,0 +1,221 @@
+"""`python -m launcher.batch RUN_DIR srun ...`: what a SLURM job does on its first node, from srun's start to its end.
+
+srun says how every rank ended, also those that left no word of their own (os._exit, a signal, a failed import). This
+process reads it, so that failure-<rank>.json is there at once, names the rank that was first, and writes the run's
+final state. It also holds the port at which the ranks meet.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import status
+from launcher.local import exit_words, free_port
+from trainer import config as configuration
+
+_POLL_S = 0.05
+_STOP_S = 5.0  # ranks that ignore SLURM's SIGTERM this long after one has failed are killed
+_TOGETHER_S = 3.0  # deaths that came after the first one by less may have caused it
+_LIMIT_SLACK_S = 30.0  # the job has begun this much before this process at most
+_ENDED = re.compile(r"srun: error: (?P<nodes>[^:]+): tasks? (?P<tasks>[0-9,-]+): (?P<words>.+)")
+_EXITED = re.compile(r"Exited with exit code (\d+)")
+_SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
+_STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # how ranks end that SLURM has stopped
+
+
+@dataclass(frozen=True)
+class Death:
+    """A rank that ended badly, as srun saw it."""
+
+    rank: int
+    node: str  # or several, in SLURM's spelling
+    exit_code: int  # negative: the signal
+    words: str
+    after_s: float  # since the first death
+    left_word: bool  # it had written failure-<rank>.json itself
+
+
+def parse(line: str) -> tuple[str, list[int], int, str] | None:
+    """Node, ranks, exit code and words of a line in which srun says that tasks ended badly; None for other lines."""
+    match = _ENDED.match(line.strip())
+    if not match:
+        return None
+    words = match["words"]
+    if exited := _EXITED.match(words):
+        code = int(exited[1])
+    else:
+        number = _SIGNALS.get(words.removesuffix(" (core dumped)"))
+        code = -number if number else -signal.SIGKILL if "Out Of Memory" in words else 1
+    ranks: list[int] = []
+    for part in match["tasks"].split(","):
+        first, _, last = part.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return match["nodes"], ranks, code, words
+
+
+class Step:
+    """srun and what it says."""
+
+    def __init__(self, run_dir: Path, command: list[str], environment: dict[str, str]):
+        self.deaths: list[Death] = []  # that can be why the run failed
+        self.first_death = 0.0
+        self.stopping = False  # from here on ranks end because the job is being stopped
+        self._run_dir = run_dir
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            print(line, end="", file=sys.stderr, flush=True)
+            if found := parse(line):
+                self._note(*found)
+
+    def _note(self, node: str, ranks: list[int], code: int, words: str) -> None:
+        now = time.monotonic()
+        self.first_death = self.first_death or now
+        for rank in ranks:
+            left_word = (self._run_dir / f"failure-{rank}.json").exists()
+            death = Death(rank, node, code, words, now - self.first_death, left_word)
+            if is_cause(death) and not self.stopping:
+                self.deaths.append(death)
+                if not left_word:
+                    write_failure(self._run_dir, death)
+
+    def join(self) -> int:
+        """srun's exit code, when all that it said has been read."""
+        code = self.process.wait()
+        self._reader.join(timeout=10)
+        return code
+
+
+def is_cause(death: Death) -> bool:
+    """Whether a death can be why the run failed: not one that SLURM brought about because of another."""
+    return death.exit_code not in _STOPPED and death.after_s < _TOGETHER_S
+
+
+def write_failure(run_dir: Path, death: Death) -> None:
+    """failure-<rank>.json and a line in the log of a rank that left neither."""
+    error = exit_words(death.exit_code)
+    content = {"rank": death.rank, "host": death.node, "error": error, "traceback": "", "exit_code": death.exit_code}
+    status.write_json(run_dir / f"failure-{death.rank}.json", content)
+    with open(status.log_path(run_dir, death.rank), "a") as log:
+        log.write(f"\nrank {death.rank} on {death.node} {error} (srun: {death.words})\n")
+
+
+def verdict(run_dir: Path, code: int, deaths: list[Death], stopped: str) -> dict[str, Any]:
+    """The final state of an attempt from srun's exit code, the ranks that died and why the job was stopped, if it was."""
+    now = status.read_json(run_dir / "status.json").get("state")
+    if not deaths and now in status.FINAL and (now != "done" or code == 0):
+        return {"state": now}
+    if not deaths and stopped:
+        state = "failed" if stopped.startswith("at the time limit") else "cancelled"
+        return {"state": state, "error": f"stopped {stopped}"}
+    if not deaths:
+        said = "every rank exited with code 0" if code == 0 else f"srun exited with code {code} and named no rank"
+        error = f"{said}, but status.json says {now}, not done"
+        return {"state": "failed", "exit_code": code, "error": error, "log": str(log_file(run_dir))}
+    # A rank that lost its peer raises and leaves a file; one that dies without a word is never the consequence.
+    silent = [death for death in deaths if not death.left_word]
+    ranks = [death.rank for death in silent or deaths]
+    broken = [failure for failure in status.failures(run_dir) if failure["rank"] in ranks]
+    first = broken[0]["rank"] if broken else ranks[0]
+    death = next(death for death in deaths if death.rank == first)
+    error = (
+        status.failure_words(broken[0]) if broken else f"rank {first} on {death.node}: {exit_words(death.exit_code)}"
+    )
+    log = str(status.log_path(run_dir, first))
+    return {"state": "failed", "rank": first, "exit_code": death.exit_code, "error": error, "log": log}
+
+
+def log_file(run_dir: Path) -> Path:
+    """What srun and this process say in the newest attempt."""
+    return run_dir / "logs" / f"attempt_{status.attempts(run_dir)}" / "slurm.log"
+
+
+def why_stopped(run_dir: Path, running_s: float, limit_min: int) -> str:
+    """Why SLURM sends SIGTERM to this process."""
+    if (run_dir / status.CANCEL).exists():
+        return "on request"
+    if running_s > 60 * limit_min - _LIMIT_SLACK_S:
+        return f"at the time limit, cluster.time_limit_min={limit_min}"
+    return "by SLURM (scancel, preemption or an administrator)"
+
+
+def supervise(run_dir: Path, command: list[str]) -> dict[str, Any]:
+    """Run one attempt to its end; returns the final state as it stands in status.json."""
+    start = time.monotonic()
+    config = configuration.load(run_dir)
+    step: Step | None = None
+    stop_asked_s: list[float] = []  # since the start
+
+    def stop(number: int, frame: Any) -> None:
+        stop_asked_s.append(time.monotonic() - start)
+        if step is not None:
+            step.stopping = True
+
+    signal.signal(signal.SIGTERM, stop)
+    number = status.begin_attempt(run_dir)
+    _write_to(log_file(run_dir))
+    _note_job(run_dir)
+    begun = {"state": "starting", "step": 0, "steps": config.train.steps, "attempt": number, "heartbeat": time.time()}
+    status.write_json(run_dir / "status.json", begun)
+    with free_port() as holder:
+        meeting = {"MASTER_PORT": str(holder.getsockname()[1])}
+        output = f"--output={log_file(run_dir).with_name('rank_%t.log')}"
+        step = Step(run_dir, [command[0], output, *command[1:]], dict(os.environ) | meeting)
+        killed = False
+        while step.process.poll() is None:
+            late = step.first_death and time.monotonic() - step.first_death > min(config.cluster.grace_s, _STOP_S)
+            if late and not killed and not step.stopping:
+                killed = True
+                print("ranks are left that ignore SIGTERM: killed", flush=True)
+                subprocess.run(["scancel", "--signal=KILL", os.environ["SLURM_JOB_ID"]], check=False, timeout=60)
+            time.sleep(_POLL_S)
+        code = step.join()
+    stopped = why_stopped(run_dir, stop_asked_s[0], config.cluster.time_limit_min) if stop_asked_s else ""
+    end = verdict(run_dir, code, step.deaths, stopped)
+    end = status.read_json(run_dir / "status.json") | end | {"attempt": number, "heartbeat": time.time()}
+    status.write_json(run_dir / "status.json", end)
+    return end
+
+
+def _write_to(path: Path) -> None:
+    """From here on everything that is printed goes to a file of this attempt."""
+    with open(path, "ab") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+
+
+def _note_job(run_dir: Path) -> None:
+    """job.json, where the command that submitted this job was killed before it wrote one."""
+    job_id = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    job = {"path": str(run_dir), "job_id": job_id, "cluster": "slurm", "host": socket.gethostname()}
+    known = status.read_json(run_dir / "job.json")
+    if known.get("job_id") != job_id:
+        status.write_json(run_dir / "job.json", known | job | {"submitted": time.time()})
+
+
+def main(run_dir: Path, command: list[str]) -> int:
+    """Exit code 0: done; 1: failed; 130: cancelled."""
+    end = supervise(run_dir, command)
+    print(f"{end['state']}: {end.get('error', '')}", flush=True)
+    return {"done": 0, "cancelled": 130}.get(end["state"], 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).resolve(), sys.argv[2:]))
