@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+import trainer.parallel.shard as shard_module
 from tests.trainer.runs import MODEL, five_steps, make_batch, make_config, whole
 from trainer.build import build
 from trainer.config import ConfigError, from_dict
@@ -172,6 +173,21 @@ def test_tied_mixed_and_partly_frozen_models_equal_one_process(ranks):
     for (name, variant), (_, changed) in zip(VARIANTS.items(), expected, strict=True):
         frozen = [n for n in changed if any(fnmatch(n, pattern) for pattern in variant.get("freeze", []))]
         assert changed and not frozen, name
+
+
+def _without_a_mesh_per_parameter(config_dict):
+    shard_module.ShardPlacementResult = None  # as in torch before 2.13
+    try:
+        return five_steps(config_dict)["losses"]
+    except ConfigError as error:
+        return str(error)
+
+
+def test_older_torch_runs_whole_experts_and_refuses_to_shard_them_by_name(ranks, reference):
+    for losses in ranks(2, _without_a_mesh_per_parameter, make_config(2, 2)):
+        assert losses == pytest.approx(reference["losses"], rel=1e-5)
+    for message in ranks(4, _without_a_mesh_per_parameter, make_config(4, 2)):
+        assert "parallelism.ep=2" in message and "torch >= 2.13 or parallelism.ep=4" in message
 
 
 def _nonfinite(config_dict):
