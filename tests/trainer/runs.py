@@ -101,7 +101,7 @@ def five_steps(config_dict, micro_batches=4):
     # The hooks that look at the routing cannot be traced.
     ids, margin = routing_of(model, make_batch(99, 2)) if config.compile.mode == "none" else (None, None)
     breaks = graph_breaks()
-    return dict(
-        losses=losses, norms=norms, gradients=first, weights=weights, counts=counts, ids=ids, margin=margin, chosen=chosen,
-        graph_breaks=breaks,
-    )  # fmt: skip
+    return {
+        "losses": losses, "norms": norms, "gradients": first, "weights": weights, "counts": counts, "ids": ids,
+        "margin": margin, "chosen": chosen, "graph_breaks": breaks,
+    }  # fmt: skip

@@ -12,11 +12,11 @@ from trainer.checkpoint.hugging_face import load_weights
 from trainer.config import ConfigError, ModelConfig, ParallelismConfig, RunConfig, TrainConfig
 from trainer.parallel.mesh import build_mesh
 
-SHAPE = dict(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16,
-)  # fmt: skip
-MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 IDS = torch.arange(20)[None] % 64
 
 

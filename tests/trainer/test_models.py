@@ -9,14 +9,14 @@ from trainer.kernels.cross_entropy import linear_cross_entropy, linear_cross_ent
 from trainer.models.moe import SparseMoe, auxiliary_loss, balanced_ids, moe_reference
 from trainer.models.qwen3 import Qwen3
 
-MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
-SHAPE = dict(
-    vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, rms_norm_eps=1e-6,
-)  # fmt: skip
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SHAPE = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 CASES = {
-    "dense": dict(),
-    "dense_tied": dict(tie_word_embeddings=True),
+    "dense": {},
+    "dense_tied": {"tie_word_embeddings": True},
     "moe_normed": dict(MOE, norm_topk_prob=True),
     "moe_raw": dict(MOE, norm_topk_prob=False),
     "moe_some_layers_dense": dict(MOE, norm_topk_prob=True, decoder_sparse_step=2),
@@ -29,7 +29,7 @@ def pair(case):
     """Our model and Hugging Face's with the same random weights."""
     torch.manual_seed(0)
     options = CASES[case]
-    rope = dict(rope_theta=10_000.0)
+    rope = {"rope_theta": 10_000.0}
     if "num_experts" in options:
         theirs = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(

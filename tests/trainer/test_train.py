@@ -190,7 +190,7 @@ def test_a_non_finite_loss_stops_before_the_update_and_leaves_a_file(tmp_path):
         "    return totals\n"
         "t.forward_backward = broken"
     )
-    ((code, output),) = start(run_dir, edit=edit)
+    ((code, _),) = start(run_dir, edit=edit)
     assert code != 0
     failure = json.loads((run_dir / "failure-0.json").read_text())
     assert "step 3" in failure["error"] and "NonFiniteError" in failure["error"] and failure["host"]

@@ -166,7 +166,7 @@ class Report:
 
 
 def attempt_number(run_dir: Path) -> int:
-    """Number of this attempt, from 1: the launcher's count of log directories, or under torchrun one past the last row's.
+    """Number of this attempt, from 1: the launcher's log directories, or under torchrun one more than the last row's.
 
     A row's attempt is what tells that its step was the first of a process, which compiles and warms up.
     """
