@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from trainer import config as configuration
 from trainer.config import ConfigError, RunConfig
+from trainer.failure import write_failure
 from trainer.parallel.mesh import build_mesh
 from trainer.train import train
 
@@ -71,20 +72,6 @@ def _flatten(data: dict, prefix: str = "") -> dict:
     return flat
 
 
-def write_failure(run_dir: Path, rank: int, error: BaseException) -> None:
-    """failure-<rank>.json, by rename: what an operator reads first."""
-    path = run_dir / f"failure-{rank}.json"
-    partial = path.with_suffix(".partial")
-    content = {
-        "rank": rank,
-        "host": socket.gethostname(),
-        "error": f"{type(error).__name__}: {error}",
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-    partial.write_text(json.dumps(content, indent=1))
-    partial.rename(path)
-
-
 def main(run_dir: Path) -> None:
     """Run this rank to the end of the run; an exception leaves a failure file and the process."""
     rank = int(os.environ.get("RANK", "0"))
@@ -99,7 +86,8 @@ def main(run_dir: Path) -> None:
         digest = same_configuration_everywhere(run_dir)
         train(config, run_dir, build_mesh(config.parallelism, device), digest)
     except BaseException as error:
-        write_failure(run_dir, rank, error)
+        trace = "".join(traceback.format_exception(error))
+        write_failure(run_dir, rank, f"{type(error).__name__}: {error}", trace)
         raise
     # Only after success: a failed rank must not wait here for the others.
     dist.destroy_process_group()

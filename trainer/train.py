@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import faulthandler
 import math
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from trainer.build import build
 from trainer.checkpoint import store
 from trainer.config import RunConfig
 from trainer.data import build_data
+from trainer.failure import StallWatch, write_failure
 from trainer.kernels.capability import fastest_attention
 from trainer.metrics.mark import Mark
 from trainer.metrics.report import Report
@@ -21,12 +20,6 @@ from trainer.optim.schedule import learning_rate
 from trainer.parallel.mesh import Mesh
 from trainer.state import TrainState
 from trainer.step import NonFiniteError, evaluate, forward_backward, refuse_nonfinite
-
-
-def expect_progress(timeout_s: float) -> None:
-    """Unless called again in time: print every thread's stack and exit as failed. 0 waits for ever."""
-    if timeout_s:
-        faulthandler.dump_traceback_later(timeout_s, exit=True, file=sys.stderr)
 
 
 def evaluation_is_due(step: int, config: RunConfig) -> bool:
@@ -51,7 +44,7 @@ def held_out_loss(state: TrainState, mesh: Mesh) -> float:
 
 def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str) -> None:
     """Train to the last step; raises on the first thing that goes wrong, on every rank."""
-    expect_progress(config.train.stall_timeout_s)
+    watch = StallWatch(config.train.stall_timeout_s, partial(write_failure, run_dir, mesh.rank))
     resumed = store.newest(run_dir, mesh)
     with Report(config, run_dir, mesh, resumed) as report, fastest_attention():
         store.refuse_balanced(config)
@@ -62,7 +55,7 @@ def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str) -> None:
             store.load(run_dir, resumed, state, config, mesh)
         report.start(state, [f"run.json {digest}", *chosen, *optimizer.describe(), *data.describe()])
         while state.step < config.train.steps:
-            expect_progress(config.train.stall_timeout_s)
+            watch.progress(state.step)
             marks = [Mark(mesh.device)]  # evaluation, saving and what the device did meanwhile are no part of a step
             batches = data.micro_batches()
             marks.append(Mark(mesh.device))
@@ -84,4 +77,4 @@ def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str) -> None:
                 report.save(partial(store.save, run_dir, state, config, mesh))
             report.flush_finished()
         report.finish(state)
-    faulthandler.cancel_dump_traceback_later()
+    watch.stop()

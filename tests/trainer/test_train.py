@@ -222,10 +222,31 @@ def test_balanced_weights_are_not_saved_unless_forced(tmp_path):
     assert all(row["load_balance_max_over_mean"] == pytest.approx(1, abs=0.05) for row in rows(forced))
 
 
-def test_a_stalled_run_prints_stacks_and_fails(tmp_path):
-    run_dir = freeze(
-        tmp_path / "run", dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, stall_timeout_s=1.0))
+def test_a_stalled_run_prints_stacks_and_fails_by_name(tmp_path):
+    stalled = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, stall_timeout_s=90.0))
+    run_dir = freeze(tmp_path / "run", stalled)
+    edit = (
+        "import time, trainer.train as t\noriginal, progress = t.forward_backward, t.StallWatch.progress\n"
+        "done = [0]\n"
+        "def hang(*a):\n    return original(*a) if done[0] < 2 else time.sleep(100)\n"
+        "def impatient(watch, step):\n"
+        "    done[0] = step\n    watch._timeout_s = 90.0 if step < 2 else 0.5\n    progress(watch, step)\n"
+        "t.forward_backward, t.StallWatch.progress = hang, impatient"
     )
-    edit = "import time, trainer.train as t\nt.forward_backward = lambda *a: time.sleep(100)"
     ((code, output),) = start(run_dir, edit=edit, timeout_s=60)
-    assert code != 0 and "Timeout" in output and "trainer/train.py" in output
+    assert code == 1 and "trainer/train.py" in output and "Current thread" in output
+    failure = json.loads((run_dir / "failure-0.json").read_text())
+    assert "train.stall_timeout_s=0.5 s after step 2" in failure["error"]
+    assert "in hang" in failure["traceback"]
+
+
+def test_a_stall_in_native_code_ends_too(tmp_path):
+    """Nothing in Python runs: the stacks come from a thread of the interpreter's own."""
+    code = (
+        "import ctypes, pathlib, trainer.failure as f\n"
+        "f.NATIVE_GRACE_S = 0.5\n"
+        f"f.StallWatch(0.5, lambda *a: pathlib.Path({str(tmp_path / 'reported')!r}).touch())\n"
+        "ctypes.PyDLL(None).sleep(60)  # holds the lock\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1 and "Timeout" in done.stderr and not (tmp_path / "reported").exists()
