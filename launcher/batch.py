@@ -23,8 +23,6 @@ from launcher import status
 from launcher.local import exit_words, free_port
 from trainer import config as configuration
 
-_POLL_S = 0.05
-_STOP_S = 5.0  # ranks that ignore SLURM's SIGTERM this long after one has failed are killed
 _TOGETHER_S = 3.0  # deaths that came after the first one by less may have caused it
 _LIMIT_SLACK_S = 30.0  # the job has begun this much before this process at most
 _ENDED = re.compile(r"srun: error: (?P<nodes>[^:]+): tasks? (?P<tasks>[0-9,-]+): (?P<words>.+)")
@@ -176,14 +174,6 @@ def supervise(run_dir: Path, command: list[str]) -> dict[str, Any]:
         meeting = {"MASTER_PORT": str(holder.getsockname()[1])}
         output = f"--output={log_file(run_dir).with_name('rank_%t.log')}"
         step = Step(run_dir, [command[0], output, *command[1:]], dict(os.environ) | meeting)
-        killed = False
-        while step.process.poll() is None:
-            late = step.first_death and time.monotonic() - step.first_death > min(config.cluster.grace_s, _STOP_S)
-            if late and not killed and not step.stopping:
-                killed = True
-                print("ranks are left that ignore SIGTERM: killed", flush=True)
-                subprocess.run(["scancel", "--signal=KILL", os.environ["SLURM_JOB_ID"]], check=False, timeout=60)
-            time.sleep(_POLL_S)
         code = step.join()
     stopped = why_stopped(run_dir, stop_asked_s[0], config.cluster.time_limit_min) if stop_asked_s else ""
     end = verdict(run_dir, code, step.deaths, stopped)

@@ -9,13 +9,19 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 
 from launcher.environment import threads_per_rank
+from launcher.status import CANCEL
 from trainer.config import ConfigError
 
 _PR_SET_PDEATHSIG = 1
+_LOOK_S = 0.5
+_LEAVE_S = 2.0  # after another rank has failed: time for a traceback of one's own
+STOPPED = 128 + signal.SIGTERM  # exit code of a rank that left because of another
 
 
 def die_with_supervisor() -> None:
@@ -26,6 +32,26 @@ def die_with_supervisor() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(supervisor):  # it ended before the line above
         os._exit(1)
+
+
+def leave_with_the_others(run_dir: Path) -> None:
+    """On SLURM: end this rank soon after another one has failed or the run was cancelled, whatever it hangs in.
+
+    SLURM's SIGTERM does not reach Python code that waits in a collective, and its SIGKILL comes only after KillWait.
+    """
+
+    def watch() -> None:
+        own = f"failure-{os.environ.get('RANK')}.json"
+        while not (run_dir / CANCEL).exists() and all(path.name == own for path in run_dir.glob("failure-*.json")):
+            time.sleep(_LOOK_S)
+        time.sleep(_LEAVE_S)
+        print(
+            f"rank {os.environ.get('RANK')} leaves: another one has failed, or the run was cancelled", file=sys.stderr
+        )
+        sys.stderr.flush()
+        os._exit(STOPPED)
+
+    threading.Thread(target=watch, daemon=True, name="leave_with_the_others").start()
 
 
 def missing_packages(run_dir: Path) -> list[str]:
@@ -88,6 +114,8 @@ def main(run_dir: Path) -> None:
                 f"{sys.executable} on {socket.gethostname()} lacks {', '.join(missing)}: install it where the ranks run"
             )
         os.environ.update(rank_variables())
+        if "SLURM_JOB_ID" in os.environ:
+            leave_with_the_others(run_dir)
         from trainer.__main__ import main as train
 
         train(run_dir)

@@ -31,9 +31,9 @@ class FrozenRun:
 def read(run_dir: Path, *, submit: bool, state: str) -> FrozenRun:
     """A run as it was frozen; raises ConfigError where its code is gone or run.json is of another version."""
     config = configuration.load(run_dir)
-    snapshot = Path(status.read_json(run_dir / "source.json").get("snapshot", ""))
+    snapshot = Path(status.read_json(run_dir / "source.json").get("snapshot") or run_dir / "no source.json")
     if submit and not (snapshot / "launcher").is_dir():
-        raise ConfigError(f"{run_dir}: its code is not in {snapshot} any more; launch the experiment anew")
+        raise ConfigError(f"{run_dir}: its code is not there ({snapshot}): launch the experiment anew")
     return FrozenRun(
         key=runs.key_of(run_dir), path=run_dir, config=config, snapshot=snapshot, submit=submit, state=state
     )
