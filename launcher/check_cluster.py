@@ -64,8 +64,8 @@ def _memory(config: RunConfig) -> Iterator[Problem]:
     if cluster.mem and cluster.mem_per_cpu:
         keys = ["cluster.mem", "cluster.mem_per_cpu"]
         yield problem(config, keys, "SLURM takes memory a node or a CPU, not both", "one of them")
-    for key in ("srun_args", "sbatch_args"):
-        clash = [item for item in getattr(cluster, key) if item.startswith("--mem")]
+    for key, options in (("srun_args", ("--mem",)), ("sbatch_args", ("--mem-per-gpu",))):
+        clash = [item for item in getattr(cluster, key) if item.startswith(options)]
         given = [f"cluster.{name}" for name in ("mem", "mem_per_cpu") if getattr(cluster, name)]
         if clash and given:
             yield problem(config, [*given, f"cluster.{key}"], f"SLURM takes --mem or {clash[0]}, not both")
@@ -103,7 +103,7 @@ def _arguments(config: RunConfig) -> Iterator[Problem]:
     """Options that are set through a key, or by the launcher itself, are refused as free arguments."""
     for key in ("sbatch_args", "srun_args"):
         for item in getattr(config.cluster, key):
-            option = item.lstrip("-").partition("=")[0]
+            option = item.removeprefix("--").partition("=")[0] if item.startswith("--") else item[1:2]
             name = _SHORT.get(option, option)
             if not item.startswith("--" if key == "sbatch_args" else "-"):
                 message = f"{item!r} is not written as an option"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import run as runs
-from launcher import status
+from launcher import snapshot, status
 from multirun.runs import SWEEP, Found
 from trainer import config as configuration
 from trainer.config import ConfigError, RunConfig, to_dict
@@ -29,14 +29,15 @@ class FrozenRun:
 
 
 def read(run_dir: Path, *, submit: bool, state: str) -> FrozenRun:
-    """A run as it was frozen; raises ConfigError where its code is gone or run.json is of another version."""
+    """A run as it was frozen; raises ConfigError where its code is gone or changed, or run.json is of another version."""
     config = configuration.load(run_dir)
-    snapshot = Path(status.read_json(run_dir / "source.json").get("snapshot") or run_dir / "no source.json")
-    if submit and not (snapshot / "launcher").is_dir():
-        raise ConfigError(f"{run_dir}: its code is not there ({snapshot}): launch the experiment anew")
-    return FrozenRun(
-        key=runs.key_of(run_dir), path=run_dir, config=config, snapshot=snapshot, submit=submit, state=state
-    )
+    source = status.read_json(run_dir / "source.json")
+    code = Path(source.get("snapshot") or run_dir / "no source.json")
+    if submit and not (code / "launcher").is_dir():
+        raise ConfigError(f"{run_dir}: its code is not there ({code}): launch the experiment anew")
+    if submit and snapshot.tree(code).digest != source["tree"]:
+        raise ConfigError(f"{run_dir}: its code in {code} was changed after it was frozen: launch the experiment anew")
+    return FrozenRun(key=runs.key_of(run_dir), path=run_dir, config=config, snapshot=code, submit=submit, state=state)
 
 
 def select(found: Found, done_too: bool) -> list[FrozenRun]:

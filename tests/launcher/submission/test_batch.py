@@ -1,0 +1,143 @@
+"""launcher.batch: what srun says becomes failure files, the right rank's name and the run's final state."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher import batch, status
+
+FAKE_SRUN = """#!/bin/bash
+echo "$@" > "$RUN/srun.arguments"; env > "$RUN/srun.env"
+{body}
+"""
+
+
+@pytest.fixture
+def supervise(make_run, tmp_path, monkeypatch):
+    """`supervise(body)`: launcher.batch around a bash script in place of srun; returns its exit code and the run."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+    def run(body: str, before=lambda path: None, meanwhile=lambda process: None, **cluster):
+        made = make_run("fine", name="slurm", **cluster)
+        script = tmp_path / "bin" / "srun"
+        script.write_text(FAKE_SRUN.format(body=body))
+        script.chmod(0o755)
+        before(made.path)
+        environment = os.environ | {"SLURM_JOB_ID": "5", "RUN": str(made.path)}
+        command = [sys.executable, "-m", "launcher.batch", str(made.path), "srun", "--kill-on-bad-exit=1", "rank"]
+        process = subprocess.Popen(command, cwd=made.snapshot, env=environment)
+        meanwhile(process)
+        return process.wait(timeout=30), made.path
+
+    return run
+
+
+DONE = """echo '{"state": "done", "step": 2, "steps": 2}' > "$RUN/status.json" """
+OWN_WORD = (
+    """echo '{"rank": 0, "host": "n0", "error": "RuntimeError: peer", "traceback": ""}' > "$RUN/failure-0.json" """
+)
+
+
+def test_srun_gets_the_logs_of_the_attempt_and_a_port(supervise):
+    code, path = supervise(DONE)
+    assert code == 0 and status.describe(path)["state"] == "done"
+    assert (path / "srun.arguments").read_text() == (
+        f"--output={path}/logs/attempt_1/rank_%t.log --kill-on-bad-exit=1 rank\n"
+    )
+    assert "MASTER_PORT=" in (path / "srun.env").read_text()
+    assert status.read_json(path / "job.json")["job_id"] == "5"  # had the submitting command been killed
+
+
+@pytest.mark.parametrize(
+    ("said", "node", "rank", "exit_code", "words"),
+    [
+        ("srun: error: n1: task 9: Exited with exit code 3", "n1", 9, 3, "exited with code 3"),
+        ("srun: error: n3: task 25: Killed", "n3", 25, -9, "killed by SIGKILL"),
+        ("srun: error: n0: tasks 2-4,7: Segmentation fault (core dumped)", "n0", 2, -11, "killed by SIGSEGV"),
+        ("srun: error: n1: task 8: Out Of Memory", "n1", 8, -9, "killed by SIGKILL"),
+        ("srun: error: n[0-1]: tasks 0-15: Exited with exit code 127", "n[0-1]", 0, 127, "exited with code 127"),
+    ],
+)
+def test_a_rank_that_left_no_word_is_named_with_its_host(supervise, said, node, rank, exit_code, words):
+    stopped = "srun: error: n2: tasks 16-23: Terminated"
+    code, path = supervise(f"echo '{stopped}' >&2; echo '{said}' >&2; exit 1")
+    failure = status.read_json(path / f"failure-{rank}.json")
+    assert (code, failure["rank"], failure["host"], failure["exit_code"]) == (1, rank, node, exit_code)
+    now = status.describe(path)
+    assert (now["state"], now["rank"]) == ("failed", rank) and words in now["reason"]
+    assert now["reason"].startswith(f"rank {rank} on {node}: ")
+    assert f"rank {rank} on {node}" in Path(now["log"]).read_text() and not (path / "failure-16.json").exists()
+    assert said in (path / "logs" / "attempt_1" / "slurm.log").read_text()
+
+
+def test_a_rank_that_lost_its_peer_is_not_taken_for_the_cause(supervise):
+    code, path = supervise(
+        f"{OWN_WORD}; echo 'srun: error: n0: task 0: Exited with exit code 1' >&2; "
+        "echo 'srun: error: n1: task 1: Killed' >&2; exit 1"
+    )
+    assert code == 1 and status.describe(path)["rank"] == 1
+    assert status.read_json(path / "failure-0.json")["error"] == "RuntimeError: peer"  # its own word stays
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("exit 0", "every rank exited with code 0"),
+        ("echo 'srun: error: no such option' >&2; exit 2", "srun exited with code 2"),
+        (f"{DONE}; echo 'srun: error: n0: task 1: Killed' >&2; exit 1", "rank 1 on n0"),
+    ],
+)
+def test_only_done_and_code_0_together_are_done(supervise, body, words):
+    code, path = supervise(body)
+    now = status.describe(path)
+    assert code == 1 and now["state"] == "failed" and words in now["reason"] and Path(now["log"]).parent.is_dir()
+
+
+def terminate(process: subprocess.Popen) -> None:
+    """What SLURM does to every process of a job that it stops."""
+    run = Path(process.args[3])
+    deadline = time.monotonic() + 20
+    while not (run / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    (run / "go").touch()
+
+
+STOPPED = """touch $RUN/ready; while ! [ -e $RUN/go ]; do sleep 0.02; done; sleep 0.2
+echo 'srun: error: n0: tasks 0-1: Terminated' >&2; {after} exit 143"""
+
+
+@pytest.mark.parametrize(
+    ("cluster", "marker", "after", "state", "words"),
+    [
+        ({}, True, "", "cancelled", "stopped on request"),
+        ({}, False, "", "cancelled", "stopped by SLURM"),
+        ({"time_limit_min": 0}, False, "", "failed", "time limit"),
+        ({}, False, """echo '{"state": "preempted"}' > $RUN/status.json;""", "preempted", ""),
+        ({}, False, "echo 'srun: error: n1: task 2: Exited with exit code 1' >&2;", "cancelled", "stopped by SLURM"),
+    ],
+)
+def test_a_stopped_job_says_why(supervise, cluster, marker, after, state, words):
+    def mark(path: Path) -> None:
+        if marker:
+            status.write_json(path / status.CANCEL, {"time": 0})
+
+    code, path = supervise(STOPPED.replace("{after}", after), mark, terminate, **cluster)
+    found = json.loads((path / "status.json").read_text())
+    assert code != 0 and found["state"] == state and words in found.get("error", "")
+    assert not list(path.glob("failure-*"))
+
+
+def test_lines_that_name_no_rank_are_left_alone():
+    for line in ("srun: Force Terminated StepId=5.0", "srun: error: Unable to create step", "task 3: Killed"):
+        assert batch.parse(line) is None
