@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher import job_script, slurm, status
+from launcher import index, job_script, slurm, status
 from launcher.environment import scrubbed
 from launcher.watch import interrupts, waiting
 from launcher.watch import wait as wait_for_directories
@@ -142,6 +142,7 @@ def _hand_over(runs: Sequence[Run], text: str) -> list[dict[str, Any]]:
         job |= {"log": log.replace("%j", job_id).replace("%A_%a", job_id)} if log else {}
         status.write_json(run.path / "job.json", job)
         jobs.append(job)
+    index.remember(run.path for run in runs)
     return jobs
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from launcher import index, status, submit, watch
 from launcher import run as runs
-from launcher import status, submit, watch
 from multirun import results
 from multirun.runs import SWEEP
 from trainer.config import ConfigError
@@ -129,6 +129,7 @@ def act(prepared: Sequence[Run], choices: Sequence[dict[str, str]], sweep: Path)
     ]
     before = status.read_json(sweep / SWEEP).get("runs", [])  # of a sweep that was started in the same second
     status.write_json(sweep / SWEEP, {"runs": before + entries})
+    index.remember([sweep])
     out = sys.stderr if launch.json else sys.stdout
     print(f"sweep       {sweep}", file=out, flush=True)
     if not launch.submit:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher import index
 from launcher.status import read_json
 from trainer.config import ConfigError
 
@@ -23,21 +24,26 @@ class Found:
 
 
 def find(name: str, runs_dir: Path) -> Found:
-    """The run or the sweep of a path, a name below runs_dir or a bare key; raises ConfigError where there is none."""
-    for path in (Path(name), runs_dir / name):
+    """The run or the sweep of a path, a name or key below runs_dir, or one that this user started anywhere; raises
+    ConfigError where there is none."""
+    known = index.look_up(name)
+    for path in (Path(name), runs_dir / name, *_of_key(name, runs_dir), *([known] if known else [])):
         if (path / "run.json").is_file():
             return Found(path.resolve(), (path.resolve(),), False, ({},))
         if (path / SWEEP).is_file():
             return _sweep(path.resolve())
         if path.is_dir() and (runs := tuple(sorted(run.parent.resolve() for run in path.glob("*/run.json")))):
             return Found(path.resolve(), runs, True, ({},) * len(runs))
-    if matches := sorted(runs_dir.glob(f"*/*-{name}/run.json")) or sorted(runs_dir.glob(f"*/{name}/run.json")):
-        path = matches[-1].parent.resolve()
-        return Found(path, (path,), False, ({},))
     raise ConfigError(
         f"{name} is neither a run directory, nor a directory of runs, nor a key below {runs_dir.resolve()} "
-        "(--runs-dir names another)"
+        "(--runs-dir names another) or of a run that was started by you"
     )
+
+
+def _of_key(name: str, runs_dir: Path) -> list[Path]:
+    """The newest run directory of a key or of a name."""
+    matches = sorted(runs_dir.glob(f"*/*-{name}/run.json")) or sorted(runs_dir.glob(f"*/{name}/run.json"))
+    return [path.parent for path in matches[-1:]]
 
 
 def _sweep(path: Path) -> Found:

@@ -79,3 +79,12 @@ def fake_slurm(tmp_path, monkeypatch) -> FakeSlurm:
     fake = FakeSlurm(tmp_path / "slurm")
     monkeypatch.setenv("PATH", f"{fake.path / 'bin'}:{os.environ['PATH']}")
     return fake
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_index(tmp_path_factory):
+    """Runs of tests are not listed among the user's."""
+    before = os.environ.get("XDG_STATE_HOME")
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    yield
+    os.environ.pop("XDG_STATE_HOME") if before is None else os.environ.update(XDG_STATE_HOME=before)

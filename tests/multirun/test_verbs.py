@@ -42,6 +42,19 @@ def test_runs_are_found_by_path_sweep_name_and_key(frozen, tmp_path, monkeypatch
             runs.find(name, Path("runs"))
 
 
+def test_a_key_or_a_sweep_is_found_from_any_directory(project, tmp_path):
+    project.launch("--multirun", "train.seed=1,5")
+    (tmp_path / "elsewhere").mkdir()
+    key, sweep = project.run_dirs()[0].name.rpartition("-")[2], project.run_dirs()[0].parent
+    for name, count in ((key, 1), (project.run_dirs()[0].name, 1), (sweep.name, 2)):
+        shown = project("multirun", "status", name, cwd=tmp_path / "elsewhere")
+        assert shown.returncode == 0 and shown.stdout.count("done") == count, shown.stderr
+    unknown = project("multirun", "status", "0000000000", cwd=tmp_path / "elsewhere")
+    assert unknown.returncode == 2 and "or of a run that was started by you" in unknown.stderr
+    home = project("multirun", "status", key, cwd=tmp_path / "elsewhere", XDG_STATE_HOME="/proc/none")
+    assert home.returncode == 2
+
+
 def test_a_moved_sweep_keeps_its_own_columns(frozen, tmp_path):
     path = frozen("tiny-0123456789")
     entry = {"key": "0123456789", "path": str(path), "overrides": {"offload": "full"}}
