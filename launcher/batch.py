@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import status
+from launcher import slurm, status
 from launcher.local import exit_words, free_port
 from trainer import config as configuration
 
@@ -113,14 +113,13 @@ def write_failure(run_dir: Path, death: Death) -> None:
         log.write(f"\nrank {death.rank} on {death.node} {error} (srun: {death.words})\n")
 
 
-def verdict(run_dir: Path, code: int, deaths: list[Death], stopped: str) -> dict[str, Any]:
+def verdict(run_dir: Path, code: int, deaths: list[Death], stopped: dict[str, Any]) -> dict[str, Any]:
     """The final state of an attempt from srun's exit code, the ranks that died and why the job was stopped, if it was."""
     now = status.read_json(run_dir / "status.json").get("state")
     if not deaths and now in status.FINAL and (now != "done" or code == 0):
         return {"state": now}
     if not deaths and stopped:
-        state = "failed" if stopped.startswith("at the time limit") else "cancelled"
-        return {"state": state, "error": f"stopped {stopped}"}
+        return stopped
     if not deaths:
         said = "every rank exited with code 0" if code == 0 else f"srun exited with code {code} and named no rank"
         error = f"{said}, but status.json says {now}, not done"
@@ -143,13 +142,15 @@ def log_file(run_dir: Path) -> Path:
     return run_dir / "logs" / f"attempt_{status.attempts(run_dir)}" / "slurm.log"
 
 
-def why_stopped(run_dir: Path, running_s: float, limit_min: int) -> str:
-    """Why SLURM sends SIGTERM to this process."""
+def why_stopped(run_dir: Path, running_s: float, limit_min: int) -> dict[str, Any]:
+    """State and reason of a run that is stopped: SLURM has sent SIGTERM to this process, or there is a cancel marker."""
     if (run_dir / status.CANCEL).exists():
-        return "on request"
+        return {"state": "cancelled", "error": "stopped on request"}
+    if slurm.restarts(os.environ["SLURM_JOB_ID"]) > int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+        return {"state": "preempted", "error": "stopped by SLURM, which starts it again (preemption or requeue)"}
     if running_s > 60 * limit_min - _LIMIT_SLACK_S:
-        return f"at the time limit, cluster.time_limit_min={limit_min}"
-    return "by SLURM (scancel, preemption or an administrator)"
+        return {"state": "failed", "error": f"stopped at the time limit, cluster.time_limit_min={limit_min}"}
+    return {"state": "cancelled", "error": "stopped by SLURM (scancel or an administrator)"}
 
 
 def supervise(run_dir: Path, command: list[str]) -> dict[str, Any]:
@@ -175,7 +176,9 @@ def supervise(run_dir: Path, command: list[str]) -> dict[str, Any]:
         output = f"--output={log_file(run_dir).with_name('rank_%t.log')}"
         step = Step(run_dir, [command[0], output, *command[1:]], dict(os.environ) | meeting)
         code = step.join()
-    stopped = why_stopped(run_dir, stop_asked_s[0], config.cluster.time_limit_min) if stop_asked_s else ""
+    stopped = {}
+    if stop_asked_s or (run_dir / status.CANCEL).exists():  # the ranks leave for the marker even without scancel
+        stopped = why_stopped(run_dir, (stop_asked_s or [0.0])[0], config.cluster.time_limit_min)
     end = verdict(run_dir, code, step.deaths, stopped)
     end = status.read_json(run_dir / "status.json") | end | {"attempt": number, "heartbeat": time.time()}
     status.write_json(run_dir / "status.json", end)

@@ -108,6 +108,7 @@ def write_failure(run_dir: Path, error: BaseException) -> None:
 def main(run_dir: Path) -> None:
     """Run this rank in this process; whatever goes wrong leaves it, with exit code 1."""
     die_with_supervisor()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # SLURM's warning, which would end a Python that does not know it
     try:
         if "SLURM_JOB_ID" in os.environ and (missing := missing_packages(run_dir)):
             raise ModuleNotFoundError(

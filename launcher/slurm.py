@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import time
@@ -100,6 +101,13 @@ def cancel(job_ids: Sequence[str]) -> str:
         if sent is None or sent.returncode:
             return f"scancel failed: {sent.stderr.strip() if sent else 'no answer'}"
     return f"scancel {' '.join(job_ids)} sent" if len(job_ids) < 3 else f"scancel sent for {len(job_ids)} jobs"
+
+
+def restarts(job_id: str) -> int:
+    """How often SLURM has started the job again, a start that it has decided on included; 0 where it does not say."""
+    answer = _call("scontrol", "show", "job", "--oneliner", job_id) if shutil.which("scontrol") else None
+    words = answer.stdout.split() if answer else []
+    return next((int(word.partition("=")[2]) for word in words if re.fullmatch(r"Restarts=\d+", word)), 0)
 
 
 def max_array_size() -> int:

@@ -24,7 +24,10 @@ def rank_logs(run: Path, rank: int | None, attempt: int | None) -> list[Path]:
         return [directory / f"rank_{rank}.log"]
     paths = sorted(directory.glob("rank_*.log"), key=lambda path: int(path.stem.removeprefix("rank_")))
     if not paths:
-        raise ConfigError(f"no logs in {directory}: the run is {status.describe(run)['state']}")
+        now = status.describe(run)
+        if "log" in now:  # of the job script: no rank was started
+            return [Path(now["log"])]
+        raise ConfigError(f"no logs in {directory}: the run is {now['state']}")
     return paths
 
 

@@ -49,7 +49,7 @@ def test_a_key_or_a_sweep_is_found_from_any_directory(project, tmp_path):
     for name, count in ((key, 1), (project.run_dirs()[0].name, 1), (sweep.name, 2)):
         shown = project("multirun", "status", name, cwd=tmp_path / "elsewhere")
         assert shown.returncode == 0 and shown.stdout.count("done") == count, shown.stderr
-    unknown = project("multirun", "status", "0000000000", cwd=tmp_path / "elsewhere")
+    unknown = project("multirun", "status", "no-such-key", cwd=tmp_path / "elsewhere")
     assert unknown.returncode == 2 and "or of a run that was started by you" in unknown.stderr
     home = project("multirun", "status", key, cwd=tmp_path / "elsewhere", XDG_STATE_HOME="/proc/none")
     assert home.returncode == 2

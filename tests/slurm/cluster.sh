@@ -83,7 +83,6 @@ FirstJobId=$(($(date +%s) % 60000000 + 1))
 # SLURM's own default: what ends sooner does so because the project ends it.
 KillWait=30
 MinJobAge=3600
-MaxArraySize=${SLURM_TEST_MAX_ARRAY:-1001}
 # A job starts at once, and a requeued one after cred_expire instead of after two minutes.
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=10000,sched_interval=1,bf_interval=1
 MessageTimeout=60

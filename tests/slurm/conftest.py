@@ -75,7 +75,7 @@ def wait_for() -> Callable[..., None]:
 def command(cluster, tmp_path) -> Iterator[Callable[..., subprocess.CompletedProcess]]:
     """`command("launcher", ...)`: the real command, in an empty directory; its runs are stopped in the end."""
 
-    def run(package: str, *arguments: str, timeout_s: float = 240, **environment: str) -> subprocess.CompletedProcess:
+    def run(package: str, *arguments: str, timeout_s: float = 800, **environment: str) -> subprocess.CompletedProcess:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("HYDRA_", "WANDB_"))}
         return subprocess.run(
             [sys.executable, "-m", package, *arguments], cwd=tmp_path, env=clean | {"PYTHONPATH": str(ROOT)} | environment,

@@ -15,6 +15,7 @@ import pytest
 from launcher import slurm, status, submit
 from launcher.status import _exists
 from multirun.__main__ import main as multirun
+from trainer.config import ConfigError
 
 FREE_S, CANCELLED_S = 10.0, 5.0  # how soon a failed rank and a cancelled job have to free the nodes
 
@@ -67,17 +68,25 @@ def test_an_import_error_is_named(cluster, make_run, wait_for):
     assert "No module named 'no_such_module'" in now["reason"] and "Traceback" in Path(now["log"]).read_text()
 
 
-def test_a_job_whose_script_fails_before_any_rank_says_where_its_log_is(cluster, make_run, wait_for):
+def test_a_job_whose_script_fails_before_any_rank_says_where_its_log_is(cluster, make_run, wait_for, capsys):
     run = make_run("fine", name="slurm", setup=["echo no such module: cuda >&2", "exit 7"])
     (job,) = submit.submit([run])
     wait_for(lambda: cluster.is_free_of(job["job_id"]))
     now = status.describe(run.path)
     assert now["state"] == "failed" and "SLURM says FAILED" in now["reason"]
     assert "no such module: cuda" in Path(now["log"]).read_text()
+    assert multirun(["logs", str(run.path)]) == 0 and "no such module: cuda" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("how", ["multirun cancel", "scancel"])
-def test_a_cancelled_job_frees_the_nodes(cluster, make_run, wait_for, capsys, how):
+def test_what_sbatch_says_against_a_job_is_passed_on(cluster, make_run):
+    run = make_run("fine", name="slurm", partition="nope")
+    with pytest.raises(ConfigError, match="invalid partition specified: nope"):
+        submit.submit([run])
+    assert status.describe(run.path)["state"] == "frozen"
+
+
+@pytest.mark.parametrize("how", ["multirun cancel", "scancel", "multirun cancel without scancel"])
+def test_a_cancelled_job_frees_the_nodes(cluster, make_run, wait_for, capsys, monkeypatch, how):
     run = make_run("hang", 4, 4, name="slurm")
     (job,) = submit.submit([run])
     started(run, wait_for)
@@ -86,12 +95,15 @@ def test_a_cancelled_job_frees_the_nodes(cluster, make_run, wait_for, capsys, ho
     if how == "scancel":
         subprocess.run(["scancel", job["job_id"]], check=True)
     else:
+        if how.endswith("without scancel"):  # say, on a machine that only shares the files
+            monkeypatch.setattr(slurm.shutil, "which", lambda name: None if name == "scancel" else name)
         assert multirun(["cancel", str(run.path)]) == 0
     wait_for(lambda: cluster.is_free_of(job["job_id"]), CANCELLED_S + 30)
     assert time.monotonic() - start < CANCELLED_S
-    assert cluster.state(job["job_id"]) == "CANCELLED" and not any(_exists(pid) for pid in pids(run))
+    ended = "FAILED" if how.endswith("without scancel") else "CANCELLED"
+    assert cluster.state(job["job_id"]) == ended and not any(_exists(pid) for pid in pids(run))
     now = status.describe(run.path)
-    asked = "on request" if how == "multirun cancel" else "by SLURM"
+    asked = "on request" if how.startswith("multirun cancel") else "by SLURM"
     assert now["state"] == "cancelled" and asked in now["reason"] and not list(run.path.glob("failure-*"))
     assert submit.wait([run]) == 130
 
@@ -163,6 +175,7 @@ def test_a_requeued_job_is_the_next_attempt_of_the_same_run(cluster, make_run, w
     wait_for(lambda: "waits" in status.describe(run.path))
     now = status.describe(run.path)
     assert now["state"] == "preempted" and not status.has_ended(now) and "start it again" in now["reason"]
+    assert "starts it again" in status.read_json(run.path / "status.json")["error"]
     wait_for(lambda: (run.path / "pid-0").exists(), 60)
     now = status.describe(run.path)
     assert (now["state"], now["attempt"]) == ("starting", 2) and "reason" not in now

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from launcher import status
 
+pytestmark = pytest.mark.timeout(900)  # 32 ranks import torch on whatever CPUs there are
 CLUSTER = ["cluster=slurm", "cluster.device=cpu", "logging.wandb=disabled", "launch.wait=true"]
 MESSAGES = [{"role": "user", "content": "What is a node?"}, {"role": "assistant", "content": "A machine. " * 8}]
 

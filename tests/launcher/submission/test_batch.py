@@ -138,6 +138,15 @@ def test_a_stopped_job_says_why(supervise, cluster, marker, after, state, words)
     assert not list(path.glob("failure-*"))
 
 
+def test_a_job_that_slurm_starts_again_is_preempted(supervise, tmp_path):
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text("#!/bin/bash\n[ $2$4 = job5 ] && echo 'JobState=COMPLETING Restarts=1 x=y'\n")
+    scontrol.chmod(0o755)
+    code, path = supervise(STOPPED.replace("{after}", ""), meanwhile=terminate)
+    found = json.loads((path / "status.json").read_text())
+    assert code != 0 and found["state"] == "preempted" and "starts it again" in found["error"]
+
+
 def test_lines_that_name_no_rank_are_left_alone():
     for line in ("srun: Force Terminated StepId=5.0", "srun: error: Unable to create step", "task 3: Killed"):
         assert batch.parse(line) is None
