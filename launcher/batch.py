@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import slurm, status
+from launcher.job import ATTEMPT_TIME, STOPPED
 from launcher.local import exit_words, free_port
 from trainer import config as configuration
 
@@ -28,7 +29,7 @@ _LIMIT_SLACK_S = 30.0  # the job has begun this much before this process at most
 _ENDED = re.compile(r"srun: error: (?P<nodes>[^:]+): tasks? (?P<tasks>[0-9,-]+): (?P<words>.+)")
 _EXITED = re.compile(r"Exited with exit code (\d+)")
 _SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
-_STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # how ranks end that SLURM has stopped
+_STOPPED = (-signal.SIGTERM, STOPPED)  # how ranks end that SLURM has stopped
 
 
 @dataclass(frozen=True)
@@ -172,9 +173,9 @@ def supervise(run_dir: Path, command: list[str]) -> dict[str, Any]:
     begun = {"state": "starting", "step": 0, "steps": config.train.steps, "attempt": number, "heartbeat": time.time()}
     status.write_json(run_dir / "status.json", begun)
     with free_port() as holder:
-        meeting = {"MASTER_PORT": str(holder.getsockname()[1])}
+        told = {"MASTER_PORT": str(holder.getsockname()[1]), ATTEMPT_TIME: str(begun["heartbeat"])}
         output = f"--output={log_file(run_dir).with_name('rank_%t.log')}"
-        step = Step(run_dir, [command[0], output, *command[1:]], dict(os.environ) | meeting)
+        step = Step(run_dir, [command[0], output, *command[1:]], dict(os.environ) | told)
         code = step.join()
     stopped = {}
     if stop_asked_s or (run_dir / status.CANCEL).exists():  # the ranks leave for the marker even without scancel

@@ -19,8 +19,9 @@ from launcher.status import CANCEL
 from trainer.config import ConfigError
 
 _PR_SET_PDEATHSIG = 1
-_LOOK_S = 0.5
+_LOOK_S = 1.0
 _LEAVE_S = 2.0  # after another rank has failed: time for a traceback of one's own
+ATTEMPT_TIME = "MOE_LAUNCHER_ATTEMPT_TIME"  # seconds since the epoch; set by launcher.batch
 STOPPED = 128 + signal.SIGTERM  # exit code of a rank that left because of another
 
 
@@ -39,10 +40,17 @@ def leave_with_the_others(run_dir: Path) -> None:
 
     SLURM's SIGTERM does not reach Python code that waits in a collective, and its SIGKILL comes only after KillWait.
     """
+    begun, own = float(os.environ.get(ATTEMPT_TIME, "0")), f"failure-{os.environ.get('RANK')}.json"
+
+    def is_of_this_attempt(path: Path) -> bool:
+        # A shared file system may still show what was moved away before this attempt began.
+        try:
+            return path.name != own and path.stat().st_mtime >= begun
+        except OSError:
+            return False
 
     def watch() -> None:
-        own = f"failure-{os.environ.get('RANK')}.json"
-        while not (run_dir / CANCEL).exists() and all(path.name == own for path in run_dir.glob("failure-*.json")):
+        while not any(is_of_this_attempt(path) for path in (run_dir / CANCEL, *run_dir.glob("failure-*.json"))):
             time.sleep(_LOOK_S)
         time.sleep(_LEAVE_S)
         print(

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from launcher.status import _exists
 from multirun.__main__ import main as multirun
 from trainer.config import ConfigError
 
-FREE_S, CANCELLED_S = 10.0, 5.0  # how soon a failed rank and a cancelled job have to free the nodes
+SOONER_S = 20.0  # than KillWait, after which SLURM kills what has not ended by itself: 30 s here and by default
 
 
 def pids(run) -> list[int]:
@@ -45,9 +44,7 @@ def test_a_dying_rank_fails_the_job_and_frees_the_nodes(
     run = make_run(todo, nodes, gpus_per_node, name="slurm")
     (job,) = submit.submit([run])
     wait_for(lambda: (run.path / "pid-1").exists())
-    start = time.monotonic()
-    wait_for(lambda: cluster.is_free_of(job["job_id"]), FREE_S + 20)
-    assert time.monotonic() - start < FREE_S
+    wait_for(lambda: cluster.is_free_of(job["job_id"]), SOONER_S)
     assert cluster.state(job["job_id"]) == "FAILED" and not any(_exists(pid) for pid in pids(run))
     failure, now = status.read_json(run.path / "failure-1.json"), status.describe(run.path)
     host = cluster.nodes[1 // gpus_per_node]
@@ -91,15 +88,13 @@ def test_a_cancelled_job_frees_the_nodes(cluster, make_run, wait_for, capsys, mo
     (job,) = submit.submit([run])
     started(run, wait_for)
     assert status.describe(run.path)["state"] == "starting"
-    start = time.monotonic()
     if how == "scancel":
         subprocess.run(["scancel", job["job_id"]], check=True)
     else:
         if how.endswith("without scancel"):  # say, on a machine that only shares the files
             monkeypatch.setattr(slurm.shutil, "which", lambda name: None if name == "scancel" else name)
         assert multirun(["cancel", str(run.path)]) == 0
-    wait_for(lambda: cluster.is_free_of(job["job_id"]), CANCELLED_S + 30)
-    assert time.monotonic() - start < CANCELLED_S
+    wait_for(lambda: cluster.is_free_of(job["job_id"]), SOONER_S)
     ended = "FAILED" if how.endswith("without scancel") else "CANCELLED"
     assert cluster.state(job["job_id"]) == ended and not any(_exists(pid) for pid in pids(run))
     now = status.describe(run.path)
