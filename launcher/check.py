@@ -14,7 +14,7 @@ from launcher.environment import SHELL_NAME
 from launcher.machine import Machine
 from launcher.plan import BYTES, state_memory_gib
 from launcher.problem import Problem, files_are_here, problem
-from launcher.resolve import is_file_name, legal_ep
+from launcher.resolve import divisors, is_file_name, legal_ep, slug
 from launcher.weights import check_weights
 from trainer.config import RunConfig, to_dict
 from trainer.flops import weights
@@ -37,6 +37,13 @@ AT_LEAST_ZERO = (
 )
 # fmt: on
 ABOVE_ZERO = ("model.rope_theta", "model.rms_norm_eps", "optimizer.eps", "model.initializer_range")
+AT_MOST = {  # what is counted one by one here; a typing error must not keep the command busy for ever
+    "model.num_hidden_layers": 10_000,
+    "model.num_experts": 100_000,
+    "model.num_attention_heads": 100_000,
+    "parallelism.nodes": 100_000,
+    "parallelism.gpus_per_node": 1_024,
+}
 BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "data.validation_fraction")
 SET_BY_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -66,6 +73,8 @@ def _strings(config: RunConfig) -> Iterator[Problem]:
             yield Problem((key,), (value,), "holds a line break, which would end a line of the job script early")
 
     yield from walk(to_dict(config), "")
+    if re.fullmatch(r"code|\d{4}-\d\d-\d\d", slug(config.launch.name)):
+        yield problem(config, ["launch.name"], "names another directory of launch.runs_dir: frozen code, a day's runs")
     for name, value in config.cluster.env.items():
         if not SHELL_NAME.fullmatch(name):
             yield Problem((f"cluster.env.{name}",), (value,), "is not a name that a shell can export")
@@ -77,6 +86,9 @@ def _numbers(config: RunConfig) -> Iterator[Problem]:
     for key in AT_LEAST_ONE:
         if _value(config, key) < 1:
             yield problem(config, [key], "has to be at least 1")
+    for key, most in AT_MOST.items():
+        if _value(config, key) > most:
+            yield problem(config, [key], f"has to be at most {most:,}")
     for key in AT_LEAST_ZERO:
         if not 0 <= _value(config, key) < math.inf:
             yield problem(config, [key], "has to be 0 or more")
@@ -109,7 +121,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
         if p.world_size % p.dp_replicate == 0:
             fit = f"parallelism.dp_shard={p.world_size // p.dp_replicate}"
         else:
-            fit = "parallelism.dp_replicate=" + "|".join(str(d) for d in _divisors(p.world_size))
+            fit = "parallelism.dp_replicate=" + "|".join(str(d) for d in divisors(p.world_size))
         yield problem(
             config, world, f"{p.world_size} ranks are not dp_replicate x dp_shard = {p.dp_replicate * p.dp_shard}", fit
         )
@@ -121,10 +133,6 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
         )
         keys = ["parallelism.ep", "model.num_experts", "parallelism.dp_shard"]
         yield problem(config, keys, message, "parallelism.ep=" + "|".join(map(str, legal)))
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _batch(config: RunConfig) -> Iterator[Problem]:
@@ -157,7 +165,7 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
 def _model(config: RunConfig) -> Iterator[Problem]:
     model = config.model
     if model.num_attention_heads % model.num_key_value_heads:
-        fit = "model.num_key_value_heads=" + "|".join(str(d) for d in _divisors(model.num_attention_heads))
+        fit = "model.num_key_value_heads=" + "|".join(str(d) for d in divisors(model.num_attention_heads))
         keys = ["model.num_attention_heads", "model.num_key_value_heads"]
         yield problem(config, keys, "query heads are not a multiple of key-value heads", fit)
     if model.head_dim % 2:

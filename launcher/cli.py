@@ -6,13 +6,15 @@ Exit codes: 0 done (or handed over), 1 a run failed, 2 refused: nothing was writ
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher import overrides
+from launcher import overrides, refusal
 from launcher.help import help_text
 from launcher.schema import Refused, to_config
 from trainer.config import ConfigError
@@ -31,24 +33,33 @@ def main() -> None:
     """Read sys.argv, run, and leave with the exit code."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this command quietly, as it ends any other
     try:
+        refusal.working_directory()
+        directories = overrides.directories_of(overrides.split_flags(sys.argv[1:])[0], CONF)
         if overrides.help_wanted(sys.argv[1:]):
-            directories = overrides.directories_of(overrides.split_flags(sys.argv[1:])[0], CONF)
             print(help_text(directories, overrides.options(directories)))
             return
-        arguments = overrides.rewrite(sys.argv[1:], CONF)
+        raise SystemExit(compose(overrides.rewrite(sys.argv[1:], CONF), directories))
     except Refused as refused:
         raise SystemExit(report(refused, as_json="launch.json=true" in sys.argv)) from None
 
-    import hydra  # a third of a second: only for command lines that may be right
 
+def compose(arguments: list[str], directories: list[Path]) -> int:
+    """Let Hydra compose and act on the arguments; returns the exit code, raises Refused for what cannot be composed."""
+    import hydra  # a third of a second: only for command lines that may be right
+    from omegaconf import OmegaConf
+
+    from launcher.resolve import slug
+
+    OmegaConf.register_new_resolver("slug_or", lambda name, other: slug(name) if name else other, replace=True)
     sys.argv[1:] = arguments
     door = Door()
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(door.job)()
+        with refusal.composing(directories) as door.composed:
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(door.job)()
     except SystemExit as leaving:
         refused_by_hydra = leaving.code == 1 and not door.opened
-        raise SystemExit(REFUSED if refused_by_hydra else leaving.code) from None
-    raise SystemExit(door.exit_code)
+        return REFUSED if refused_by_hydra else leaving.code
+    return door.exit_code
 
 
 class Door:
@@ -56,6 +67,7 @@ class Door:
 
     def __init__(self) -> None:
         self.opened = False  # Hydra has composed a configuration
+        self.composed: Callable[[], Any] = lambda: None  # to be told so
         self.exit_code = 0
 
     @cached_property
@@ -71,6 +83,7 @@ class Door:
         from hydra.types import RunMode
 
         self.opened = True
+        self.composed()
         settings = HydraConfig.get()
         if settings.mode == RunMode.MULTIRUN:
             launcher = settings.runtime.choices.get("hydra/launcher")
@@ -143,20 +156,30 @@ def submit_one(run: Run) -> int:
     if not launch.json:
         print(f"run         {run.path}\nfrozen      run.json {run.digest}, code {run.tree.digest}")
         print_plan(run.plan)
-    runs.freeze(run)
-    if not launch.submit:
-        command = runs.torchrun_command(run)
-        stored = {"key": run.key, "path": str(run.path), "command": command}
-        print(json.dumps(stored) if launch.json else f"frozen; start it with\n  {command}")
-        return 0
-    from launcher import submit
+    with refusal.disk("choose another launch.runs_dir"):
+        runs.freeze(run)
+        if not launch.submit:
+            return _frozen(run)
+        from launcher import submit
 
-    jobs = submit.submit([run])
+        jobs = submit.submit([run])
     if launch.json:
         print(json.dumps(jobs[0]), flush=True)
-    elif run.config.cluster.name == "slurm":
+    elif run.config.cluster.name == "slurm" or launch.wait == "false":
         print("\n".join([f"job         {jobs[0]['job_id']}, key {run.key}", *submit.announce(str(run.path), jobs)]))
     return submit.wait([run]) if launch.wait == "true" else 0
+
+
+def _frozen(run: Run) -> int:
+    """Say how a frozen run is started by hand."""
+    from launcher import index
+    from launcher import run as runs
+
+    index.remember([run.path])
+    command = runs.torchrun_command(run)
+    stored = {"key": run.key, "path": str(run.path), "command": command}
+    print(json.dumps(stored) if run.config.launch.json else f"frozen; start it with\n  {command}")
+    return 0
 
 
 def _dry_run(run: Run) -> int:
@@ -187,6 +210,10 @@ def _show_stored(run: Run) -> int:
     else:
         reason = f" ({stored['reason']})" if "reason" in stored else ""
         print(f"This experiment is {run.state}{reason}: {run.path}", file=sys.stderr)
-        retry = "launch.again=failed tries again" if run.state in RETRIED else f"python -m multirun status {run.path}"
+        retry = (
+            "launch.again=failed tries again"
+            if run.state in RETRIED
+            else f"python -m multirun status {shlex.quote(str(run.path))}"
+        )
         print(retry, file=sys.stderr)
     return 0 if run.state == "done" else 1

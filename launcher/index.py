@@ -17,7 +17,7 @@ def remember(paths: Iterable[Path]) -> None:
     try:
         file = index_file()
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "a") as index:
+        with open(file, "a", encoding="utf-8", errors="surrogateescape") as index:  # one write: lines stay whole
             index.write("".join(f"{path.resolve()}\n" for path in paths))
     except (OSError, RuntimeError):  # RuntimeError: no home
         pass
@@ -26,11 +26,13 @@ def remember(paths: Iterable[Path]) -> None:
 def look_up(name: str) -> Path | None:
     """The newest directory that still exists and is named `name`, or `<anything>-name`."""
     try:
-        known = index_file().read_text().splitlines()
+        known = index_file().read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except (OSError, RuntimeError):
         return None
     for line in reversed(known):
         path = Path(line)
-        if (path.name == name or path.name.endswith(f"-{name}")) and path.is_dir():
+        if (path.name == name or path.name.endswith(f"-{name}")) and os.path.isdir(
+            path
+        ):  # False too where we may not look
             return path
     return None

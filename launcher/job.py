@@ -17,6 +17,7 @@ from pathlib import Path
 from launcher.environment import threads_per_rank
 from launcher.status import CANCEL
 from trainer.config import ConfigError
+from trainer.failure import write_failure
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 1.0
@@ -96,21 +97,10 @@ def _threads(ranks_per_node: int) -> int:
     return int(asked) if asked.isdigit() else threads_per_rank(ranks_per_node)
 
 
-def write_failure(run_dir: Path, error: BaseException) -> None:
-    """failure-<rank>.json for what went wrong before the trainer could write one itself."""
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("SUBMITIT_LOCAL_GLOBALID", "0")
-    path = run_dir / f"failure-{rank}.json"
-    if path.exists():
-        return
-    content = {
-        "rank": int(rank),
-        "host": socket.gethostname(),
-        "error": f"{type(error).__name__}: {error}",
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1))
-    partial.rename(path)
+def own_rank() -> int:
+    """Of this task, as far as it is known when something goes wrong before the trainer has started."""
+    names = ("RANK", "SLURM_PROCID", "SUBMITIT_LOCAL_GLOBALID")
+    return int(next((value for name in names if (value := os.environ.get(name))), "0"))
 
 
 def main(run_dir: Path) -> None:
@@ -131,7 +121,7 @@ def main(run_dir: Path) -> None:
     except BaseException as error:  # noqa: BLE001 (also sys.exit: a rank that ends early has failed)
         print(f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()} failed:", file=sys.stderr)
         traceback.print_exc()
-        write_failure(run_dir, error)
+        write_failure(run_dir, own_rank(), f"{type(error).__name__}: {error}", traceback.format_exc())
         sys.stdout.flush()
         sys.stderr.flush()
         # Not sys.exit: destructors of a process group with a pending collective can wait for ever.

@@ -8,6 +8,7 @@ failed import) from the kernel; it then stops the others and writes the run's fi
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -163,7 +164,9 @@ def main(run_dir: Path) -> int:
     """Exit code 0: done; 1: failed; 130: cancelled."""
     with status.supervisor_lock(run_dir) as mine:
         if not mine:
-            print(f"{run_dir} is running already: python -m multirun status {run_dir}", file=sys.stderr)
+            print(
+                f"{run_dir} is running already: python -m multirun status {shlex.quote(str(run_dir))}", file=sys.stderr
+            )
             return 1
         end = supervise(run_dir)
     print(f"{end['state']}: {end.get('error', '')}", flush=True)

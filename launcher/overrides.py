@@ -64,6 +64,7 @@ def rewrite(argv: list[str], conf: Path) -> list[str]:
         return argv
     flags, overrides = split_flags(argv)
     _one_command(flags)
+    _are_directories(directories_of(flags, conf))
     multirun = any(flag in MULTIRUN for flag in flags) or "hydra.mode=MULTIRUN" in overrides
     directories = directories_of(flags, conf)
     elsewhere = any(flag in ("--config-path", "-cp") for flag in flags) or any(
@@ -110,7 +111,8 @@ def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
             flags += argument.split("=", 1) if equals else [argument, rest.pop(0)]
         elif argument.startswith("-"):
             near = nearest(name, [*FLAGS, *FLAGS_WITH_VALUE, "--info"])
-            hint = f", did you mean {near}?" if near else "; settings are written key=value, see --help"
+            setting = argument.lstrip("-") if equals else "key=value"
+            hint = f", did you mean {near}?" if near and not equals else f"; settings are written {setting}, see --help"
             raise Refused([f"{argument}: unknown flag{hint}"])
         else:
             overrides.append(argument)
@@ -125,6 +127,12 @@ def _one_command(flags: list[str]) -> None:
         raise Refused([f"{', '.join(asked)}: only one of them at a time; --cfg and --info show a single run"])
     if "--resolve" in flags and "--cfg" not in asked:
         raise Refused(["--resolve: belongs to --cfg, write --cfg job --resolve"])
+
+
+def _are_directories(directories: list[Path]) -> None:
+    for directory in directories:
+        if not directory.is_dir():
+            raise Refused([f"--config-dir {directory}: is not a directory; it holds GROUP/OPTION.yaml"])
 
 
 def options(directories: list[Path]) -> dict[str, list[str]]:
@@ -153,7 +161,7 @@ def rewrite_override(text: str, vocabulary: Vocabulary, multirun: bool) -> str:
         return text
     if override.prefix == "~":
         return _removal(override, vocabulary)
-    if override.value is None:
+    if override.value is None or not key:
         raise Refused([f"{_shown(text)}: is not key=value"])
     if key in vocabulary.groups:
         return _group(override, vocabulary, multirun)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,12 +35,22 @@ def resolve(config: RunConfig, machine: Machine) -> RunConfig:
     )
 
 
+def slug(name: str) -> str:
+    """A name that is safe in paths, job names and URLs; at most 40 characters."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[:40] or "run"
+
+
 def legal_ep(num_experts: int, dp_shard: int) -> list[int]:
     """Every ep that splits the experts evenly and divides dp_shard; ascending."""
     if num_experts <= 0 or dp_shard <= 0:
         return [1]
-    common = math.gcd(num_experts, dp_shard)
-    return [ep for ep in range(1, common + 1) if common % ep == 0]
+    return divisors(math.gcd(num_experts, dp_shard))
+
+
+def divisors(number: int) -> list[int]:
+    """Of a number of at least 1; ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def _parallelism(wanted: ParallelismConfig, model: ModelConfig) -> ParallelismConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import tempfile
 import time
@@ -15,7 +16,7 @@ from launcher import snapshot, status
 from launcher.check import Problem, check
 from launcher.machine import Machine
 from launcher.plan import make_plan
-from launcher.resolve import resolve
+from launcher.resolve import resolve, slug
 from launcher.schema import Refused
 from launcher.snapshot import Tree
 from trainer.config import NOT_IDENTITY, RunConfig, canonical_json, digest, to_dict
@@ -112,11 +113,6 @@ def run_key(config: RunConfig, tree_digest: str) -> str:
     return digest(canonical_json({"experiment": experiment, "code": tree_digest}))
 
 
-def slug(name: str) -> str:
-    """A name that is safe in paths, job names and URLs; at most 40 characters."""
-    return re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[:40] or "run"
-
-
 def key_of(path: Path) -> str:
     """The key in a run directory's name."""
     match = re.search(r"-([0-9a-f]{10}(?:-r\d+)?)$", path.name)
@@ -167,4 +163,5 @@ def torchrun_command(run: Run) -> str:
     nodes = ""
     if parallelism.nodes > 1:
         nodes = f"--nnodes {parallelism.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
-    return f"cd {run.snapshot} && torchrun {nodes}--nproc-per-node {parallelism.gpus_per_node} -m trainer {run.path}"
+    code, path = shlex.quote(str(run.snapshot)), shlex.quote(str(run.path))
+    return f"cd {code} && torchrun {nodes}--nproc-per-node {parallelism.gpus_per_node} -m trainer {path}"

@@ -158,7 +158,7 @@ def describe(run_dir: Path, queue: Queue | None = None) -> dict[str, Any]:
         "mfu": status.get("mfu"),
         "reason": status.get("error") or None,
         "rank": status.get("rank"),
-        "log": status.get("log"),
+        "log": _where_it_is_now(run_dir, status.get("log")),
     }
     if job.get("cluster") == "slurm" and (state not in FINAL or state in REQUEUED):
         found.update(_on_slurm(run_dir, state, (queue or Queue()).look(job["job_id"]), found["heartbeat_age_s"]))
@@ -168,6 +168,12 @@ def describe(run_dir: Path, queue: Queue | None = None) -> dict[str, Any]:
     if found["state"] == "running" and found["steps"]:
         found["time_left_s"] = time_left_s(run_dir, found["step"] or 0, found["steps"])
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _where_it_is_now(run_dir: Path, log: str | None) -> str | None:
+    """The path of a log that was written down before the run directory was moved."""
+    inside = run_dir / "logs" / Path(*Path(log).parts[-2:]) if log else None
+    return str(inside) if inside and inside.is_file() else log
 
 
 def describe_all(run_dirs: Sequence[Path], queue: Queue | None = None) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ directory. Runs that ask SLURM for the same go there as one array.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -89,7 +90,7 @@ def _refuse(runs: Sequence[Run]) -> None:
         if run.config.cluster.name == "local" and run.config.parallelism.nodes > 1:
             raise ConfigError(f"cluster=local is one node, parallelism.nodes={run.config.parallelism.nodes}")
         if status.is_alive(run.path, job, queue):
-            raise ConfigError(f"{run.path} is running already: python -m multirun status {run.path}")
+            raise ConfigError(f"{run.path} is running already: python -m multirun status {shlex.quote(str(run.path))}")
 
 
 def _take_back(jobs: Sequence[dict[str, Any]]) -> None:
@@ -104,15 +105,15 @@ def wait(runs: Sequence[Run]) -> int:
 
 
 def announce(name: str, jobs: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines that say where jobs are in SLURM's queue and how to go on; `name`: of the run or the sweep."""
-    known = slurm.ask([jobs[0]["job_id"]])
+    """Lines that say where jobs are in SLURM's queue, if they are, and how to go on; `name`: of the run or the sweep."""
+    known = slurm.ask([jobs[0]["job_id"]]) if jobs[0]["cluster"] == "slurm" else None
     now = known[jobs[0]["job_id"]] if known else None
     lines = []
     if now is not None and now.is_waiting:
         words = {"state": "queued", "waits": now.reason or "not looked at yet"}
         lines.append(f"queue       {waiting(words | ({'expected_start': now.start} if now.start else {}))}")
     commands = {"follow": "status", "logs": "logs -f", "results": "results", "resume": "retry", "cancel": "cancel"}
-    return lines + [f"{title:<12}python -m multirun {verb} {name}" for title, verb in commands.items()]
+    return lines + [f"{title:<12}python -m multirun {verb} {shlex.quote(name)}" for title, verb in commands.items()]
 
 
 def _hand_over(runs: Sequence[Run], text: str) -> list[dict[str, Any]]:

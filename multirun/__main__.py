@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import status, watch
+from launcher.refusal import disk, working_directory
 from launcher.table import result_table
 from multirun import logs, results
 from multirun.runs import Found, find
@@ -24,8 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: shown, or done; 1: a run that retry waited for failed; 2: refused, with one line on stderr."""
     options = _parser().parse_args(arguments)
     try:
-        found = [find(name, options.runs_dir) for name in options.run]
-        return options.act(found, options) or 0
+        working_directory()
+        with disk():
+            found = [find(name, options.runs_dir) for name in options.run]
+            return options.act(found, options) or 0
     except ConfigError as error:
         print(f"refused: {error}", file=sys.stderr)
         return REFUSED

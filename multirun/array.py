@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from launcher import index, status, submit, watch
 from launcher import run as runs
+from launcher.refusal import disk
 from multirun import results
 from multirun.runs import SWEEP
 from trainer.config import ConfigError
@@ -21,7 +22,10 @@ REFUSED = 2
 
 
 def compose_once(config_loader: Any) -> None:
-    """Let Hydra compose each job once: its sweeper does so to see whether a job is legal, and its launcher once more."""
+    """Let Hydra compose each job once: its sweeper does so to see whether a job is legal, and its launcher once more.
+
+    Every job gets the sweep's own directory, whatever launch.name its own options choose.
+    """
     compose = config_loader.load_sweep_config
     composed: dict[tuple[str, ...], Any] = {}
 
@@ -29,6 +33,7 @@ def compose_once(config_loader: Any) -> None:
         key = tuple(sweep_overrides)
         if key not in composed:
             composed[key] = compose(master_config, sweep_overrides)
+            composed[key].hydra.sweep.dir = master_config.hydra.sweep.dir
             return composed[key]
         return composed.pop(key)  # the second caller writes into it
 
@@ -42,6 +47,7 @@ def launch(sweep_dir: str, job_overrides: Sequence[Sequence[str]], returns: Sequ
     prepared, problems = sort(returns, choices)
     as_json = any(job.cfg.launch.get("json") is True for job in returns)
     problems = problems or refusals(prepared, choices)
+    (sweep / "multirun.yaml").unlink(missing_ok=True)  # Hydra's; sweep.json and every run.json say more
     if problems or prepared[0].config.launch.dry_run:
         remove_traces(sweep)
     if problems:
@@ -109,7 +115,6 @@ def refuse(problems: Sequence[tuple[str, list[str]]], count: int, as_json: bool)
 
 def remove_traces(sweep: Path) -> None:
     """Hydra has made the sweep's directory before any job was checked."""
-    (sweep / "multirun.yaml").unlink(missing_ok=True)
     for directory in (sweep, sweep.parent):
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
@@ -121,15 +126,15 @@ def act(prepared: Sequence[Run], choices: Sequence[dict[str, str]], sweep: Path)
     if launch.dry_run:
         return dry_run(prepared, choices)
     wanted = [run for run in prepared if run.submit]
-    for run in wanted:
-        runs.freeze(run)
     entries = [
         {"key": run.key, "path": str(run.path), "overrides": choice}
         for run, choice in zip(prepared, choices, strict=True)
     ]
-    before = status.read_json(sweep / SWEEP).get("runs", [])  # of a sweep that was started in the same second
-    status.write_json(sweep / SWEEP, {"runs": before + entries})
-    index.remember([sweep])
+    with disk("choose another launch.runs_dir"):
+        for run in wanted:
+            runs.freeze(run)
+        write_sweep(sweep, entries)
+    index.remember([*(run.path for run in wanted if not launch.submit), sweep])
     out = sys.stderr if launch.json else sys.stdout
     print(f"sweep       {sweep}", file=out, flush=True)
     if not launch.submit:
@@ -138,7 +143,8 @@ def act(prepared: Sequence[Run], choices: Sequence[dict[str, str]], sweep: Path)
         print(json.dumps(stored) if launch.json else "\n".join(commands.values()))
         return 0
     on_slurm = [run for run in wanted if run.config.cluster.name == "slurm"]
-    jobs = submit.submit(on_slurm)
+    with disk():
+        jobs = submit.submit(on_slurm)
     for job in jobs:
         print(f"job {job['job_id']}  {job['path']}", file=out, flush=True)
     if jobs:
@@ -147,6 +153,14 @@ def act(prepared: Sequence[Run], choices: Sequence[dict[str, str]], sweep: Path)
     if launch.wait == "true" and on_slurm:
         submit.wait(on_slurm)
     return report(prepared, choices, jobs, out, interrupted)
+
+
+def write_sweep(sweep: Path, entries: Sequence[dict[str, Any]]) -> None:
+    """sweep.json; a sweep of the same name goes on, with the runs that it has."""
+    paths = [entry["path"] for entry in entries]
+    before = [entry for entry in status.read_json(sweep / SWEEP).get("runs", []) if entry["path"] not in paths]
+    status.write_json(sweep / SWEEP, {"runs": [*before, *entries]})
+    (sweep / status.CANCEL).unlink(missing_ok=True)
 
 
 def dry_run(prepared: Sequence[Run], choices: Sequence[dict[str, str]]) -> int:
@@ -178,7 +192,8 @@ def one_after_the_other(prepared: Sequence[Run], choices: Sequence[dict[str, str
             if seen or (sweep / status.CANCEL).exists():
                 return True
             try:
-                submit.submit([run])
+                with disk():
+                    submit.submit([run])
             except KeyboardInterrupt:
                 return True
             except ConfigError as error:  # another command has started it meanwhile

@@ -32,12 +32,19 @@ def read(run_dir: Path, *, submit: bool, state: str) -> FrozenRun:
     """A run as it was frozen; raises ConfigError where its code is gone or changed, or run.json is of another version."""
     config = configuration.load(run_dir)
     source = status.read_json(run_dir / "source.json")
-    code = Path(source.get("snapshot") or run_dir / "no source.json")
+    code = _code(run_dir, source)
     if submit and not (code / "launcher").is_dir():
         raise ConfigError(f"{run_dir}: its code is not there ({code}): launch the experiment anew")
     if submit and snapshot.tree(code).digest != source["tree"]:
         raise ConfigError(f"{run_dir}: its code in {code} was changed after it was frozen: launch the experiment anew")
     return FrozenRun(key=runs.key_of(run_dir), path=run_dir, config=config, snapshot=code, submit=submit, state=state)
+
+
+def _code(run_dir: Path, source: dict[str, Any]) -> Path:
+    """Where the frozen code lies: as it was written down, or beside the runs where both were moved."""
+    stored = Path(source.get("snapshot") or run_dir / "no source.json")
+    beside = run_dir.parent.parent / "code" / stored.name
+    return beside if not stored.is_dir() and beside.is_dir() else stored
 
 
 def select(found: Found, done_too: bool) -> list[FrozenRun]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,7 @@ class Found:
 def find(name: str, runs_dir: Path) -> Found:
     """The run or the sweep of a path, a name or key below runs_dir, or one that this user started anywhere; raises
     ConfigError where there is none."""
-    known = index.look_up(name)
-    for path in (Path(name), runs_dir / name, *_of_key(name, runs_dir), *([known] if known else [])):
+    for path in _candidates(name, runs_dir):
         if (path / "run.json").is_file():
             return Found(path.resolve(), (path.resolve(),), False, ({},))
         if (path / SWEEP).is_file():
@@ -38,6 +38,13 @@ def find(name: str, runs_dir: Path) -> Found:
         f"{name} is neither a run directory, nor a directory of runs, nor a key below {runs_dir.resolve()} "
         "(--runs-dir names another) or of a run that was started by you"
     )
+
+
+def _candidates(name: str, runs_dir: Path) -> Iterator[Path]:
+    yield from (Path(name), runs_dir / name)
+    yield from _of_key(name, runs_dir)
+    if known := index.look_up(name):
+        yield known
 
 
 def _of_key(name: str, runs_dir: Path) -> list[Path]:

@@ -8,7 +8,7 @@ import pytest
 
 from launcher.check import SAMPLE_TOKENS, TOKENIZER_SIZE, check
 from launcher.overrides import options
-from launcher.resolve import resolve
+from launcher.resolve import divisors, resolve
 from trainer.config import to_dict
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -259,3 +259,29 @@ class TestWeights:
         weights = directory()
         (tmp_path / "model.safetensors").unlink()
         assert "model.safetensors" in only(problems(weights)).message
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.num_hidden_layers",
+        "model.num_experts",
+        "model.num_attention_heads",
+        "parallelism.nodes",
+        "parallelism.gpus_per_node",
+    ],
+)
+def test_a_count_that_nothing_has_is_refused_before_anything_counts_to_it(problems, key):
+    found = problems(f"{key}=1000000000000", "parallelism.dp_shard=1000000000000", *SLURM)
+    assert [problem.keys for problem in found] == [(key,)] and "at most" in found[0].text
+
+
+@pytest.mark.parametrize("name", ["code", "-code-", "2026-12-01"])
+def test_a_name_that_is_another_directory_of_runs_is_refused(problems, name):
+    assert only(problems(f"launch.name={name}")).keys == ("launch.name",)
+    assert problems(f"launch.name={name}-x", "train.seed=2") == []
+
+
+def test_divisors_are_all_of_them():
+    for number in (1, 2, 36, 97, 128, 360):
+        assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]

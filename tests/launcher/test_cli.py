@@ -1,9 +1,12 @@
 """The command as a user meets it: exit codes, one clear line, JSON, nothing left behind, and fast."""
 
 import json
+import os
 import resource
+import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,13 +52,64 @@ def test_a_refusal_is_one_line_without_a_traceback_and_leaves_nothing(command, t
         (["model=tiny,qwen3_4b"], "--multirun"),
         (["optimizer.lr=1,2"], "--multirun"),
         (["optimizer.lr=)"], "optimizer.lr"),
+        (["train.steps==5"], "train.steps==5"),
         (["--config-dir", "/nowhere"], "/nowhere"),
+        (["--config-name", "nope"], "nope"),
+        (["--multirun", "optimizer.lr=interval(0,1)"], "INTERVAL"),
+        (["--multirun", "train.seed=1,2", "launch.runs_dir=/proc/none"], "/proc/none"),
     ],
 )
 def test_what_hydra_refuses_is_a_refusal_too(command, tmp_path, arguments, part):
     done = command(*arguments)
     assert done.returncode == REFUSED
-    assert part in done.stderr and "Traceback" not in done.stderr and written(tmp_path) == []
+    assert done.stderr.startswith("refused: ") and len(done.stderr.splitlines()) == 1, done.stderr
+    assert part in done.stderr and written(tmp_path) == []
+    as_json = command("launch.json=true", *arguments)
+    assert json.loads(as_json.stdout)["refused"] == [done.stderr.removeprefix("refused: ").strip()]
+
+
+@pytest.mark.parametrize(
+    "content, part",
+    [
+        (b"name: local\npartition: [gpu\n", "line 3"),
+        (b"env:\n\tA: 1\n", "line 2"),
+        (b"mem: 1G\nmem: 2G\n", "mem"),
+        (b"\xff\xfe", "utf-8"),
+        (b"mem: \x01\n", "big.yaml"),
+        (b"defaults: [slurmy, _self_]\n", "slurmy"),
+    ],
+)
+def test_a_broken_file_of_a_site_is_refused_by_its_name(command, tmp_path, content, part):
+    site = tmp_path / "sites" / "cluster" / "big.yaml"
+    site.parent.mkdir(parents=True)
+    site.write_bytes(content)
+    done = command("cluster=big", "--config-dir", "sites", "launch.dry_run=true")
+    assert done.returncode == REFUSED and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("refused: ") and part in done.stderr and "cluster/" in done.stderr
+    traced = command("cluster=big", "--config-dir", "sites", "launch.dry_run=true", HYDRA_FULL_ERROR="1")
+    assert traced.returncode != 0 and "Traceback" in traced.stderr
+
+
+def test_what_cannot_be_written_is_refused_by_its_path(command, tmp_path):
+    (tmp_path / "runs").mkdir()
+    day = tmp_path / "runs" / time.strftime("%Y-%m-%d")
+    day.write_text("a file")
+    done = command("launch.submit=false")
+    assert done.returncode == REFUSED and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith(f"refused: {day}: ") and "launch.runs_dir" in done.stderr
+    (tmp_path / "scan").write_text("a file")
+    sweep = command("--multirun", "train.seed=1,2", "launch.name=scan", "launch.runs_dir=.")
+    assert sweep.returncode == REFUSED and sweep.stderr.startswith("refused: ") and "scan: " in sweep.stderr
+
+
+@pytest.mark.parametrize("module", [["launcher"], ["multirun", "status", "x"]])
+def test_a_current_directory_that_is_gone_is_named(tmp_path, module):
+    script = 'mkdir gone; cd gone; rmdir ../gone; exec "$0" -m "$@"'
+    done = subprocess.run(
+        ["bash", "-c", script, sys.executable, *module],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == REFUSED and "current directory" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_every_broken_rule_is_a_line(command):
@@ -104,6 +158,13 @@ def test_a_frozen_run_can_be_started_by_hand_and_prints_where_it_is(command, tmp
     assert run["launch"]["runs_dir"] == str(tmp_path / "runs")
     assert stored["path"] in done.stdout and len(list((tmp_path / "runs").glob("*/*/run.json"))) == 1
     assert written(tmp_path) == ["runs"]
+
+
+def test_the_torchrun_line_can_be_pasted_whatever_the_paths_hold(command, tmp_path):
+    stored = json.loads(command("launch.submit=false", "launch.json=true", "launch.runs_dir=my runs;x").stdout)
+    line = shlex.split(stored["command"])
+    assert line[-1] == stored["path"] and str(tmp_path / "my runs;x") in stored["path"]
+    assert line[0] == "cd" and (Path(line[1]) / "trainer").is_dir()
 
 
 def test_a_finished_run_is_shown_and_not_run_again(command):

@@ -278,3 +278,15 @@ def test_commas_split_only_outside_of_quotes_and_brackets():
     assert split_commas("a,'b,c',[d,e],{f: 1, g: 2}") == ["a", "'b,c'", "[d,e]", "{f: 1, g: 2}"]
     assert split_commas("") == [""]
     assert split_commas("it's,x") == ["it's", "x"]
+
+
+def test_a_setting_with_dashes_is_shown_without_them():
+    assert refusal("--model=tiny") == "--model=tiny: unknown flag; settings are written model=tiny, see --help"
+    assert "did you mean --multirun?" in refusal("--multi-run")
+    assert refusal("=5") == "=5: is not key=value"
+
+
+def test_a_config_dir_has_to_be_a_directory(tmp_path):
+    (tmp_path / "site.yaml").touch()
+    for path in (tmp_path / "nowhere", tmp_path / "site.yaml"):
+        assert refusal("cluster=mine", "--config-dir", str(path)).startswith(f"--config-dir {path}: is not a directory")

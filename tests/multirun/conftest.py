@@ -77,7 +77,7 @@ def project(tmp_path):
     for name in ("launcher", "multirun", "hydra_plugins", "conf"):
         shutil.copytree(ROOT / name, root / name, ignore=ignore)
     (root / "trainer").mkdir()
-    for name in ("__init__.py", "config.py", "flops.py"):
+    for name in ("__init__.py", "config.py", "flops.py", "failure.py"):
         shutil.copy(ROOT / "trainer" / name, root / "trainer" / name)
     (root / "trainer" / "__main__.py").write_text(FAKE_TRAINER)
     made = Project(root, tmp_path / "runs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -70,6 +71,53 @@ def test_a_frozen_sweep_prints_how_to_start_each_run(project):
     done = project.launch("--multirun", "train.seed=1,2", "launch.submit=false")
     assert done.returncode == 0 and done.stdout.count("torchrun --nproc-per-node 2 -m trainer") == 2
     assert [status.describe(path)["state"] for path in project.run_dirs()] == ["frozen", "frozen"]
+
+
+def test_a_name_is_the_sweeps_directory_and_the_same_name_goes_on(project, tmp_path):
+    first = project.launch("--multirun", "train.seed=1,5", "launch.name=lr scan")
+    sweep = project.runs / "lr-scan"
+    assert first.returncode == 0 and f"sweep       {sweep}\n" in first.stdout, first.stderr
+    assert {path.parent for path in project.run_dirs()} == {sweep}
+    assert {json.loads((path / "run.json").read_text())["logging"]["group"] for path in sweep.glob("lr-*")} == {
+        sweep.name
+    }
+    (sweep / status.CANCEL).write_text("{}")  # the former one was stopped
+    second = project.launch("--multirun", "train.seed=5,6", "launch.name=lr scan")
+    assert second.returncode == 0 and second.stdout.count("already done") == 1, second.stdout
+    listed = json.loads(project("multirun", "results", "--json", "lr-scan", cwd=tmp_path).stdout)
+    assert [(one["overrides"]["train.seed"], one["state"]) for one in listed] == [
+        ("1", "done"), ("5", "done"), ("6", "done"),
+    ]  # fmt: skip
+    before = sorted(path.name for path in sweep.iterdir())
+    assert project.launch("--multirun", "train.seed=7,8", "launch.name=lr scan", "launch.dry_run=true").returncode == 0
+    assert sorted(path.name for path in sweep.iterdir()) == before
+
+
+def test_jobs_that_name_themselves_stay_in_their_sweep(project):
+    for name, seed in (("a", 1), ("b", 5)):
+        text = f"# @package _global_\ntrain:\n  seed: {seed}\nlaunch:\n  name: {name}\n"
+        (project.root / "conf" / "experiment" / f"{name}.yaml").write_text(text)
+    done = project.launch("--multirun", "+experiment=a,b")
+    assert done.returncode == 0, done.stderr
+    (sweep,) = {path.parent for path in project.run_dirs()}
+    assert [path.name[:2] for path in project.run_dirs()] == ["a-", "b-"] and (sweep / "sweep.json").is_file()
+
+
+def test_a_run_that_is_not_waited_for_says_how_to_go_on(project, tmp_path):
+    runs = tmp_path / "my runs"
+    done = project.launch("launch.wait=false", "train.seed=1", f"launch.runs_dir={runs}")
+    assert done.returncode == 0, done.stderr
+    (run,) = (path.parent for path in runs.glob("*/*/run.json"))
+    job = status.read_json(run / "job.json")
+    assert f"job         {job['job_id']}, key {job['key']}\n" in done.stdout and f"run         {run}\n" in done.stdout
+    commands = dict(line.split(None, 1) for line in done.stdout.splitlines() if "-m multirun" in line)
+    assert set(commands) == {"follow", "logs", "results", "resume", "cancel"}
+    for title, words in (("logs", "rank 0 has seed 1"), ("follow", "done"), ("resume", "left alone")):
+        _, _, *arguments = shlex.split(commands[title])
+        assert words in project(*arguments, cwd=tmp_path).stdout, title
+    quiet = project.launch("launch.wait=false", "train.seed=5", "launch.json=true")
+    assert set(json.loads(quiet.stdout)) >= {"key", "path", "job_id"}
+    assert "-m multirun" not in project.launch("train.seed=6").stdout
 
 
 def test_slurm_gets_a_whole_sweep_as_one_array_per_shape_or_none_of_it(project, fake_slurm):

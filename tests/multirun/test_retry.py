@@ -47,6 +47,16 @@ def test_a_finished_run_is_repeated_in_a_directory_of_its_own_when_asked(project
     assert third.returncode == 0 and runs[1].with_name(f"{runs[1].name}-r2").is_dir()
 
 
+def test_runs_that_were_moved_with_their_code_go_on(project, tmp_path):
+    project.launch("train.seed=2")
+    moved = project.runs.rename(tmp_path / "moved")
+    (run,) = (path.parent for path in moved.glob("*/*/run.json"))
+    (run / "mended").touch()
+    done = project("multirun", "retry", str(run), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert status.describe(run)["state"] == "done" and str(moved / "code") in (run / "submission.sh").read_text()
+
+
 def test_failed_runs_go_to_slurm_as_one_array_and_queued_ones_are_left_alone(project, fake_slurm, tmp_path):
     sweep = ["cluster=slurm", "cluster.device=cpu", "--multirun", "train.seed=1,2,3,5"]
     fake_slurm.says(*(f"4711_{index}|PENDING|Priority|N/A" for index in range(4)))

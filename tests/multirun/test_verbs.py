@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import status
+from launcher import index, status
 from multirun import runs
 from multirun.__main__ import main
 from trainer.config import ConfigError, ModelConfig, OffloadConfig, RunConfig, TrainConfig, to_dict
@@ -53,6 +54,47 @@ def test_a_key_or_a_sweep_is_found_from_any_directory(project, tmp_path):
     assert unknown.returncode == 2 and "or of a run that was started by you" in unknown.stderr
     home = project("multirun", "status", key, cwd=tmp_path / "elsewhere", XDG_STATE_HOME="/proc/none")
     assert home.returncode == 2
+
+
+def test_a_frozen_run_is_found_from_any_directory(project, tmp_path):
+    project.launch("train.seed=1", "launch.submit=false")
+    project.launch("--multirun", "train.seed=2,3", "launch.submit=false")
+    (tmp_path / "elsewhere").mkdir()
+    for run in project.run_dirs():
+        shown = project("multirun", "status", run.name.rpartition("-")[2], cwd=tmp_path / "elsewhere")
+        assert shown.returncode == 0 and "frozen" in shown.stdout, shown.stderr
+
+
+def test_the_index_takes_any_path_and_skips_what_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    old, new = tmp_path / "old" / "tiny-0123456789", tmp_path / os.fsdecode(b"\xff") / "tiny-0123456789"
+    for path in (old, new):
+        path.mkdir(parents=True)
+        index.remember([path])
+    assert index.look_up("0123456789") == new
+    new.rmdir()
+    assert index.look_up("0123456789") == old and index.look_up("456789") is None
+    with open(index.index_file(), "ab") as file:
+        file.write(b"\xfe\0broken-0123456789\n")
+    assert index.look_up("0123456789") == old
+
+
+def test_a_moved_run_names_its_log_where_it_is_now(project, tmp_path):
+    project.launch("train.seed=2")
+    moved = project.run_dirs()[0].rename(tmp_path / "moved")
+    shown = project("multirun", "status", str(moved))
+    assert f"log: {moved / 'logs/attempt_1/rank_1.log'}\n" in shown.stdout
+
+
+def test_a_run_of_somebody_else_is_one_line(frozen, monkeypatch, capsys):
+    path = frozen("tiny-0123456789")
+
+    def denied(self, target):
+        raise PermissionError(errno.EACCES, "Permission denied", str(target))
+
+    monkeypatch.setattr(Path, "rename", denied)
+    assert main(["cancel", str(path.parent)]) == 2
+    assert capsys.readouterr().err == f"refused: {path.parent / status.CANCEL}: Permission denied\n"
 
 
 def test_a_moved_sweep_keeps_its_own_columns(frozen, tmp_path):
