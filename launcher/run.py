@@ -22,6 +22,7 @@ from launcher.snapshot import Tree
 from trainer.config import NOT_IDENTITY, RunConfig, canonical_json, digest, to_dict
 
 NEW = "new"
+_KEY = re.compile(r"-([0-9a-f]{10}(?:-r\d+)?)$")
 RETRIED = ("failed", "cancelled", "preempted", "lost")  # what launch.again=failed tries again
 
 
@@ -114,16 +115,16 @@ def run_key(config: RunConfig, tree_digest: str) -> str:
 
 
 def key_of(path: Path) -> str:
-    """The key in a run directory's name."""
-    match = re.search(r"-([0-9a-f]{10}(?:-r\d+)?)$", path.name)
+    """The key in a run directory's name; raises Refused where there is none."""
+    match = _KEY.search(path.name)
     if not match:
         raise Refused([f"{path} is not named like a run directory (<name>-<key>)"])
     return match.group(1)
 
 
 def find(runs_dir: Path, key: str) -> list[Path]:
-    """The run directories of this key: the first one, then its repetitions in order."""
-    paths = [path for path in runs_dir.glob(f"*/*-{key}*") if (path / "run.json").is_file()]
+    """The run directories of this key: the first one, then its repetitions in order. Copies of other names are not."""
+    paths = [path for path in runs_dir.glob(f"*/*-{key}*") if _KEY.search(path.name) and (path / "run.json").is_file()]
     paths = [path for path in paths if key_of(path).partition("-r")[0] == key]
     return sorted(paths, key=lambda path: int(key_of(path).partition("-r")[2] or 0))
 

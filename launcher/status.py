@@ -16,6 +16,7 @@ from typing import Any
 
 from launcher import slurm
 from launcher.slurm import Queue
+from trainer.config import ConfigError
 
 FINAL = ("done", "failed", "cancelled", "preempted", "lost")
 REQUEUED = ("cancelled", "preempted")  # how a run looks that SLURM stopped, and may start again
@@ -28,11 +29,13 @@ _SILENT_S = 300.0  # a heartbeat older than this is worth a word
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is none."""
+    """The object in a file; empty where there is none. Raises ConfigError, by its path, where it is damaged."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return {}
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not JSON ({error})") from error
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
@@ -145,7 +148,7 @@ def describe(run_dir: Path, queue: Queue | None = None) -> dict[str, Any]:
     status, job = read_json(run_dir / "status.json"), read_json(run_dir / "job.json")
     state = status.get("state") or ("submitted" if job else "frozen")
     found = {
-        "key": re.search(r"[^-]+(-r\d+)?$", run_dir.name).group(),  # -rN: a finished run, run again
+        "key": re.search(r"[^-]*(-r\d+)?$", run_dir.name).group() or run_dir.name,  # -rN: a finished run, run again
         "path": str(run_dir),
         "state": state,
         "step": status.get("step"),

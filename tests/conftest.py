@@ -26,7 +26,7 @@ def _rank_main(function, arguments, rank, world_size, store_file, results):
         # Pickled here: tensors sent as such share memory with this process, which may end before they are read.
         results.put((rank, pickle.dumps(function(*arguments)), None))
         dist.barrier()  # nobody tears the connections down while another still talks
-    except BaseException:  # the test shows it
+    except BaseException:  # noqa: BLE001 (the test shows it)
         results.put((rank, None, traceback.format_exc()))
     finally:
         if dist.is_initialized():

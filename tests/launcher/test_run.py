@@ -45,6 +45,14 @@ def finish(run, **status):
 
 
 class TestKey:
+    def test_copies_beside_a_run_are_not_runs_of_its_key(self, make, root):
+        run = make()
+        freeze(run, root)
+        copy = run.path.with_name(run.path.name + ".old")
+        copy.mkdir()
+        (copy / "run.json").write_bytes((run.path / "run.json").read_bytes())
+        assert find(run.runs_dir, run.key) == [run.path]
+
     def test_where_and_how_a_run_goes_is_not_its_identity(self, make):
         same = [
             "cluster.time_limit_min=5",

@@ -56,6 +56,15 @@ def test_a_key_or_a_sweep_is_found_from_any_directory(project, tmp_path):
     assert home.returncode == 2
 
 
+def test_a_damaged_file_is_named_and_a_copied_directory_is_shown(frozen, tmp_path, monkeypatch, capsys):
+    run, copy = frozen("tiny-0123456789"), frozen("tiny-")
+    monkeypatch.chdir(tmp_path)
+    assert main(["status", str(copy)]) == 0
+    (run / "status.json").write_text("{")
+    assert main(["status", str(run)]) == 2
+    assert f"{run}/status.json: is not JSON" in capsys.readouterr().err
+
+
 def test_a_frozen_run_is_found_from_any_directory(project, tmp_path):
     project.launch("train.seed=1", "launch.submit=false")
     project.launch("--multirun", "train.seed=2,3", "launch.submit=false")

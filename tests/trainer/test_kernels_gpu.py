@@ -16,22 +16,26 @@ FLASH4 = why_no_flash_attention_4(DEVICE, torch.bfloat16, 64) if torch.cuda.is_a
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("heads_inside", [False, True])  # the layout in memory: q and k leave RoPE with heads outside
 @pytest.mark.parametrize(
     "kernel", ["sdpa", "flex", pytest.param("flash4", marks=pytest.mark.skipif(FLASH4 is not None, reason=str(FLASH4)))]
 )
-def test_attention_equals_the_reference(kernel, packed):
-    if kernel == "flex" and not packed:
-        pytest.skip("flex_attention is for packed documents")
+def test_attention_equals_the_reference(kernel, heads_inside, compiled, packed):
+    if kernel == "flex" and not (packed and compiled):
+        pytest.skip("flex_attention is for packed documents in compiled blocks")
     S = 700
     q, k, v = (torch.randn(2, heads, S, 64, device=DEVICE, requires_grad=True) for heads in (8, 2, 2))
     ids = torch.tensor([[0] * 100 + [1] * 300 + [2] * 1 + [3] * 250 + [-1] * 49, [0] * S], device=DEVICE)
     expected = attention_reference(q, k, v, Mask("sdpa", document_mask(ids) if packed else None))
     upstream = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, (q, k, v), upstream)
-    # In memory as the model has them: heads inside of positions.
-    low = [t.detach().bfloat16().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (q, k, v)]
+    low = [t.detach().bfloat16() for t in (q, k, v)]
+    if heads_inside:
+        low = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in low]
+    low = [t.requires_grad_() for t in low]
     mask = make_mask(AttentionKernels(kernel, kernel), ids if packed else None, starts_of(ids))
-    out = (torch.compile(attention) if kernel == "flex" else attention)(*low, mask)
+    out = (torch.compile(attention, fullgraph=True) if compiled else attention)(*low, mask)
     torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.02)
     for ours, theirs in zip(torch.autograd.grad(out, low, upstream.bfloat16()), gradients, strict=True):
         assert (ours.float() - theirs).norm() / theirs.norm() < 1e-2

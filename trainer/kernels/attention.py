@@ -112,8 +112,7 @@ def attention(q_BHSd: torch.Tensor, k_BGSd: torch.Tensor, v_BGSd: torch.Tensor, 
     if mask.kernel == "flex":
         from torch.nn.attention.flex_attention import flex_attention
 
-        options = {"ROWS_GUARANTEED_SAFE": True}  # every position sees at least itself
-        return flex_attention(q_BHSd, k_BGSd, v_BGSd, block_mask=mask.form, enable_gqa=True, kernel_options=options)
+        return flex_attention(q_BHSd, k_BGSd, v_BGSd, block_mask=mask.form, enable_gqa=True)
     if mask.form is None:
         return F.scaled_dot_product_attention(q_BHSd, k_BGSd, v_BGSd, is_causal=True, enable_gqa=True)
     # Repeated heads: the fused CUDA kernel that takes masks does not group them, and the unfused one holds all scores.

@@ -75,10 +75,14 @@ def flash_attention_4_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     starts: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their shapes."""
-    flat = _flat(starts, q, k, v, out, grad)
-    gradients = _launchers()[1](*flat, lse, causal=True, cu_seqlens_q=starts, cu_seqlens_k=starts)
-    return tuple(part.view(tensor.shape) for part, tensor in zip(gradients, (q, k, v), strict=True))
+    """Gradients of q, k and v, in their shapes, contiguous."""
+    gradients = tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))  # left to itself it copies their strides
+    dq, dk, dv = _flat(starts, *gradients)
+    _launchers()[1](
+        *_flat(starts, q, k, v, out, grad), lse,
+        causal=True, cu_seqlens_q=starts, cu_seqlens_k=starts, dq=dq, dk=dk, dv=dv,
+    )  # fmt: skip
+    return gradients
 
 
 @flash_attention_4.register_fake
