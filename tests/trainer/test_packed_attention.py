@@ -33,14 +33,14 @@ def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, return_lse):
     return torch.einsum("hij,jhd->ihd", p, v).contiguous(), q.new_zeros(q.shape[1], len(q)), None, None, None
 
 
-def backward(q, k, v, out, grad, lse, causal, cu_seqlens_q, cu_seqlens_k):
+def backward(q, k, v, out, grad, lse, causal, cu_seqlens_q, cu_seqlens_k, dq, dk, dv):
     assert causal and lse.shape == (q.shape[1], len(q))
     p, k_all = probabilities(q, k, cu_seqlens_q)
     v_all = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     ds = p * (torch.einsum("ihd,jhd->hij", grad, v_all) - (grad * out).sum(-1).T[..., None]) * q.shape[-1] ** -0.5
-    dk, dv = torch.einsum("hij,ihd->jhd", ds, q), torch.einsum("hij,ihd->jhd", p, grad)
-    grouped = [t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv)]
-    return tuple(t.contiguous() for t in (torch.einsum("hij,jhd->ihd", ds, k_all), *grouped))
+    for gradient, per_head in ((dk, torch.einsum("hij,ihd->jhd", ds, q)), (dv, torch.einsum("hij,ihd->jhd", p, grad))):
+        gradient.copy_(per_head.unflatten(1, (k.shape[1], -1)).sum(2))
+    dq.copy_(torch.einsum("hij,jhd->ihd", ds, k_all))
 
 
 def batches():
