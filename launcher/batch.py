@@ -2,34 +2,45 @@
 
 srun says how every rank ended, also those that left no word of their own (os._exit, a signal, a failed import). This
 process reads it, so that failure-<rank>.json is there at once, names the rank that was first, and writes the run's
-final state. It also holds the port at which the ranks meet.
+final state. It tells the other ranks to leave, starts a preempted run again, and holds the port at which the ranks meet.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher import slurm, status
-from launcher.job import ATTEMPT_TIME, STOPPED
+from launcher.job import ATTEMPT_TIME, LEAVE_S, LINE_PORT
 from launcher.local import exit_words, free_port
 from trainer import config as configuration
+from trainer.checkpoint.directory import surviving
+from trainer.config import RunConfig
+from trainer.stop import LEFT, PREEMPTED
 
 _TOGETHER_S = 3.0  # deaths that came after the first one by less may have caused it
 _LIMIT_SLACK_S = 30.0  # the job has begun this much before this process at most
 _ENDED = re.compile(r"srun: error: (?P<nodes>[^:]+): tasks? (?P<tasks>[0-9,-]+): (?P<words>.+)")
 _EXITED = re.compile(r"Exited with exit code (\d+)")
 _SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
-_STOPPED = (-signal.SIGTERM, STOPPED)  # how ranks end that SLURM has stopped
+_LOOK_S = 0.2
+_STOPPED = (
+    -signal.SIGTERM,
+    -signal.SIGUSR2,
+    LEFT,
+    PREEMPTED,
+)  # how ranks end that were stopped, some before they listen
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,37 @@ def parse(line: str) -> tuple[str, list[int], int, str] | None:
     return match["nodes"], ranks, code, words
 
 
+class Line:
+    """A connection to every rank, on which it hears that the run is over: sooner and surer than on a shared disk."""
+
+    def __init__(self):
+        self._server = socket.create_server(("", 0), backlog=4096)
+        self.port = self._server.getsockname()[1]
+        self._ranks: list[socket.socket] = []
+        self._word = b""
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, daemon=True, name="line").start()
+
+    def _accept(self) -> None:
+        while True:
+            rank, _ = self._server.accept()
+            with self._lock:
+                self._ranks.append(rank)
+                self._say([rank])
+
+    def end(self, after_s: int) -> None:
+        """Have every rank leave in so many seconds (at most 9), also those that connect later; the first call counts."""
+        with self._lock:
+            if not self._word:
+                self._word = str(after_s).encode()
+                self._say(self._ranks)
+
+    def _say(self, ranks: list[socket.socket]) -> None:
+        for rank in ranks if self._word else ():
+            with suppress(OSError):  # it has left
+                rank.sendall(self._word)
+
+
 class Step:
     """srun and what it says."""
 
@@ -69,9 +111,19 @@ class Step:
         self.deaths: list[Death] = []  # that can be why the run failed
         self.first_death = 0.0
         self.stopping = False  # from here on ranks end because the job is being stopped
+        self.gave_way = False  # a rank has ended as one that was asked to stop
+        self.was_terminated = False
+        self.was_warned = False  # SIGTERM has come, and why is not known
+        self.line = Line()
         self._run_dir = run_dir
+        told = {LINE_PORT: str(self.line.port)}
         self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+            command,
+            env=environment | told,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -85,6 +137,9 @@ class Step:
     def _note(self, node: str, ranks: list[int], code: int, words: str) -> None:
         now = time.monotonic()
         self.first_death = self.first_death or now
+        self.was_terminated |= code == -signal.SIGTERM  # srun does so too, and may say it before it names the cause
+        if code in (PREEMPTED, -signal.SIGUSR2) and not self.deaths:
+            self.gave_way = self.stopping = True  # what the others die of now is that they have lost this one
         for rank in ranks:
             left_word = (self._run_dir / f"failure-{rank}.json").exists()
             death = Death(rank, node, code, words, now - self.first_death, left_word)
@@ -92,12 +147,17 @@ class Step:
                 self.deaths.append(death)
                 if not left_word:
                     write_failure(self._run_dir, death)
+        if self.deaths or self.gave_way:
+            self.line.end(LEAVE_S)
 
-    def join(self) -> int:
-        """srun's exit code, when all that it said has been read."""
-        code = self.process.wait()
+    def has_ended(self, within_s: float) -> bool:
+        """Whether srun ends in that time, with all that it says read."""
+        try:
+            self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return False
         self._reader.join(timeout=10)
-        return code
+        return True
 
 
 def is_cause(death: Death) -> bool:
@@ -114,13 +174,25 @@ def write_failure(run_dir: Path, death: Death) -> None:
         log.write(f"\nrank {death.rank} on {death.node} {error} (srun: {death.words})\n")
 
 
-def verdict(run_dir: Path, code: int, deaths: list[Death], stopped: dict[str, Any]) -> dict[str, Any]:
-    """The final state of an attempt from srun's exit code, the ranks that died and why the job was stopped, if it was."""
+def verdict(run_dir: Path, code: int, step: Step, stopped: dict[str, Any]) -> dict[str, Any]:
+    """The final state of an attempt from srun's exit code, how ranks ended and why the job was stopped, if it was."""
+    deaths = step.deaths
     now = status.read_json(run_dir / "status.json").get("state")
-    if not deaths and now in status.FINAL and (now != "done" or code == 0):
-        return {"state": now}
-    if not deaths and stopped:
+    if stopped.get("requeued"):
         return stopped
+    if not deaths and now == "done" and code == 0:
+        return {"state": now}
+    if not deaths and stopped.get("state") == "cancelled":
+        return stopped
+    if not deaths and now == "preempted":
+        return {"state": now}
+    if not deaths and (step.gave_way or (step.was_terminated and not stopped and not step.was_warned)):
+        asked = f"asked to stop; no optimizer step ended within cluster.grace_s, goes on from {surviving(run_dir)}"
+        return {"state": "preempted", "error": asked}
+    if not deaths and now in status.FINAL and now != "done":
+        return {"state": now}
+    if not deaths and (stopped or step.was_warned):
+        return stopped or {"state": "cancelled", "error": "stopped by SLURM"}
     if not deaths:
         said = "every rank exited with code 0" if code == 0 else f"srun exited with code {code} and named no rank"
         error = f"{said}, but status.json says {now}, not done"
@@ -144,29 +216,46 @@ def log_file(run_dir: Path) -> Path:
 
 
 def why_stopped(run_dir: Path, running_s: float, limit_min: int) -> dict[str, Any]:
-    """State and reason of a run that is stopped: SLURM has sent SIGTERM to this process, or there is a cancel marker."""
+    """State and reason of a run to which SLURM has sent SIGTERM, or that has a cancel marker; empty: it may run on."""
     if (run_dir / status.CANCEL).exists():
         return {"state": "cancelled", "error": "stopped on request"}
-    if slurm.restarts(os.environ["SLURM_JOB_ID"]) > int(os.environ.get("SLURM_RESTART_COUNT", "0")):
-        return {"state": "preempted", "error": "stopped by SLURM, which starts it again (preemption or requeue)"}
+    job_id = os.environ["SLURM_JOB_ID"]
+    if slurm.restarts(job_id) > restarts_before():
+        why = "stopped by SLURM, which starts it again (preemption, requeue or a failed node)"
+        return {"state": "preempted", "error": why, "requeued": True}
     if running_s > 60 * limit_min - _LIMIT_SLACK_S:
         return {"state": "failed", "error": f"stopped at the time limit, cluster.time_limit_min={limit_min}"}
+    known = slurm.ask([job_id])
+    if known is None or known[job_id].state == "RUNNING":  # the warning before a preemption, for all that is known
+        return {}
     return {"state": "cancelled", "error": "stopped by SLURM (scancel or an administrator)"}
+
+
+def restarts_before() -> int:
+    """How often SLURM had started this job again when this attempt began."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def start_again(run_dir: Path, config: RunConfig, end: dict[str, Any]) -> dict[str, Any]:
+    """Have SLURM start a preempted run again, unless it has decided so itself; returns the final state with the outcome."""
+    if end["state"] != "preempted" or end.get("requeued"):
+        return end
+    limit, count = config.cluster.requeue_limit, restarts_before()
+    status.write_json(run_dir / "status.json", end | {"requeued": True})  # first: SLURM may end this process for it
+    why = slurm.requeue(os.environ["SLURM_JOB_ID"]) if count < limit else f"cluster.requeue_limit={limit} is reached"
+    if not why:
+        return end | {"requeued": True, "error": f"{end['error']}; SLURM starts it again ({count + 1} of {limit})"}
+    go_on = f"not started again: {why}. Go on with: python -m multirun retry {shlex.quote(str(run_dir))}"
+    return end | {"error": f"{end['error']}; {go_on}"}
 
 
 def supervise(run_dir: Path, command: list[str]) -> dict[str, Any]:
     """Run one attempt to its end; returns the final state as it stands in status.json."""
     start = time.monotonic()
     config = configuration.load(run_dir)
-    step: Step | None = None
-    stop_asked_s: list[float] = []  # since the start
-
-    def stop(number: int, frame: Any) -> None:
-        stop_asked_s.append(time.monotonic() - start)
-        if step is not None:
-            step.stopping = True
-
-    signal.signal(signal.SIGTERM, stop)
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda number, frame: asked.append(number))
     number = status.begin_attempt(run_dir)
     _write_to(log_file(run_dir))
     _note_job(run_dir)
@@ -176,14 +265,30 @@ def supervise(run_dir: Path, command: list[str]) -> dict[str, Any]:
         told = {"MASTER_PORT": str(holder.getsockname()[1]), ATTEMPT_TIME: str(begun["heartbeat"])}
         output = f"--output={log_file(run_dir).with_name('rank_%t.log')}"
         step = Step(run_dir, [command[0], output, *command[1:]], dict(os.environ) | told)
-        code = step.join()
-    stopped = {}
-    if stop_asked_s or (run_dir / status.CANCEL).exists():  # the ranks leave for the marker even without scancel
-        stopped = why_stopped(run_dir, (stop_asked_s or [0.0])[0], config.cluster.time_limit_min)
-    end = verdict(run_dir, code, step.deaths, stopped)
+        stopped: dict[str, Any] = {}
+        while not step.has_ended(_LOOK_S):
+            stopped = stopped or _look(run_dir, step, asked, time.monotonic() - start, config.cluster.time_limit_min)
+        stopped = stopped or _look(run_dir, step, asked, time.monotonic() - start, config.cluster.time_limit_min)
+    end = verdict(run_dir, step.process.returncode, step, stopped)
     end = status.read_json(run_dir / "status.json") | end | {"attempt": number, "heartbeat": time.time()}
+    end = start_again(run_dir, config, end)
     status.write_json(run_dir / "status.json", end)
     return end
+
+
+def _look(run_dir: Path, step: Step, asked: list[int], running_s: float, limit_min: int) -> dict[str, Any]:
+    """Act on signals and on a cancel marker, which comes without a signal where scancel is not at hand."""
+    numbers = [asked.pop() for _ in list(asked)]
+    if signal.SIGUSR2 in numbers:
+        step.process.send_signal(signal.SIGUSR2)  # srun passes it on to the ranks
+    if signal.SIGTERM not in numbers and not (run_dir / status.CANCEL).exists():
+        return {}
+    step.stopping = True
+    stopped = why_stopped(run_dir, running_s, limit_min)
+    if stopped.get("state") == "cancelled":
+        step.line.end(0)
+    step.stopping, step.was_warned = bool(stopped), True
+    return stopped
 
 
 def _write_to(path: Path) -> None:

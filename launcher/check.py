@@ -28,12 +28,14 @@ AT_LEAST_ONE = (
     "model.max_position_embeddings", "parallelism.nodes", "parallelism.gpus_per_node", "parallelism.dp_replicate",
     "parallelism.dp_shard", "parallelism.ep", "data.seq_len", "data.micro_batch_size", "data.global_batch_size",
     "train.steps", "checkpoint.keep", "benchmark.window_steps", "cluster.time_limit_min",
+    "cluster.signal_before_s",
 )
 AT_LEAST_ZERO = (
     "model.num_experts", "model.num_experts_per_tok", "model.moe_intermediate_size", "model.router_aux_loss_coef",
     "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm", "schedule.warmup_steps",
     "schedule.decay_steps", "schedule.min_lr", "data.eval_every_steps", "train.seed", "train.stall_timeout_s",
     "checkpoint.every_steps", "cluster.grace_s", "cluster.cpus_per_task", "cluster.array_parallelism",
+    "cluster.requeue_limit",
 )
 # fmt: on
 ABOVE_ZERO = ("model.rope_theta", "model.rms_norm_eps", "optimizer.eps", "model.initializer_range")
@@ -43,6 +45,7 @@ AT_MOST = {  # what is counted one by one here; a typing error must not keep the
     "model.num_attention_heads": 100_000,
     "parallelism.nodes": 100_000,
     "parallelism.gpus_per_node": 1_024,
+    "cluster.signal_before_s": 65_535,  # SLURM's own limit
 }
 BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "data.validation_fraction")
 SET_BY_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

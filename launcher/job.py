@@ -12,18 +12,22 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import closing, suppress
 from pathlib import Path
 
 from launcher.environment import threads_per_rank
-from launcher.status import CANCEL
+from trainer import config as configuration
 from trainer.config import ConfigError
 from trainer.failure import write_failure
+from trainer.stop import LEFT, StopRequest, is_over, leave
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 1.0
-_LEAVE_S = 2.0  # after another rank has failed: time for a traceback of one's own
+LEAVE_S = 2  # after another rank has failed: time for a traceback of one's own
+_CONNECT_S = 60.0
+_WHY = "another one has failed, or the run was cancelled"
 ATTEMPT_TIME = "MOE_LAUNCHER_ATTEMPT_TIME"  # seconds since the epoch; set by launcher.batch
-STOPPED = 128 + signal.SIGTERM  # exit code of a rank that left because of another
+LINE_PORT = "MOE_LAUNCHER_LINE_PORT"  # of launcher.batch, on the first node
 
 
 def die_with_supervisor() -> None:
@@ -36,31 +40,33 @@ def die_with_supervisor() -> None:
         os._exit(1)
 
 
-def leave_with_the_others(run_dir: Path) -> None:
+def leave_with_the_others(run_dir: Path, rank: int, begun_s: float) -> None:
     """On SLURM: end this rank soon after another one has failed or the run was cancelled, whatever it hangs in.
 
-    SLURM's SIGTERM does not reach Python code that waits in a collective, and its SIGKILL comes only after KillWait.
+    SLURM's SIGTERM does not reach Python code that waits in a collective, means preemption as well, and its SIGKILL comes
+    only after KillWait. launcher.batch knows what happened and says so on a line to every rank; where that is broken, the
+    files do, as late as a shared file system shows them.
     """
-    begun, own = float(os.environ.get(ATTEMPT_TIME, "0")), f"failure-{os.environ.get('RANK')}.json"
-
-    def is_of_this_attempt(path: Path) -> bool:
-        # A shared file system may still show what was moved away before this attempt began.
-        try:
-            return path.name != own and path.stat().st_mtime >= begun
-        except OSError:
-            return False
 
     def watch() -> None:
-        while not any(is_of_this_attempt(path) for path in (run_dir / CANCEL, *run_dir.glob("failure-*.json"))):
+        with suppress(OSError, ValueError), closing(batch_line()) as line:
+            time.sleep(int(line.recv(1)))
+            leave(rank, LEFT, _WHY)
+        while not is_over(run_dir, rank, begun_s):
             time.sleep(_LOOK_S)
-        time.sleep(_LEAVE_S)
-        print(
-            f"rank {os.environ.get('RANK')} leaves: another one has failed, or the run was cancelled", file=sys.stderr
-        )
-        sys.stderr.flush()
-        os._exit(STOPPED)
+        time.sleep(LEAVE_S)
+        leave(rank, LEFT, _WHY)
 
     threading.Thread(target=watch, daemon=True, name="leave_with_the_others").start()
+
+
+def batch_line() -> socket.socket:
+    """The connection on which launcher.batch says in how many seconds to leave. Raises OSError, ValueError without one."""
+    address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get(LINE_PORT, ""))
+    line = socket.create_connection(address, timeout=_CONNECT_S)
+    line.settimeout(None)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return line
 
 
 def missing_packages(run_dir: Path) -> list[str]:
@@ -103,25 +109,27 @@ def own_rank() -> int:
     return int(next((value for name in names if (value := os.environ.get(name))), "0"))
 
 
-def main(run_dir: Path) -> None:
-    """Run this rank in this process; whatever goes wrong leaves it, with exit code 1."""
+def main(run_dir: Path) -> int:
+    """Run this rank in this process; returns its exit code. Whatever goes wrong leaves the process, with 1."""
+    rank = own_rank()
+    begun_s = float(os.environ.get(ATTEMPT_TIME, "0"))
     die_with_supervisor()
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # SLURM's warning, which would end a Python that does not know it
     try:
+        stop = StopRequest(run_dir, rank, configuration.load(run_dir).cluster.grace_s, begun_s)
         if "SLURM_JOB_ID" in os.environ and (missing := missing_packages(run_dir)):
             raise ModuleNotFoundError(
                 f"{sys.executable} on {socket.gethostname()} lacks {', '.join(missing)}: install it where the ranks run"
             )
         os.environ.update(rank_variables())
         if "SLURM_JOB_ID" in os.environ:
-            leave_with_the_others(run_dir)
+            leave_with_the_others(run_dir, rank, begun_s)
         from trainer.__main__ import main as train
 
-        train(run_dir)
+        return train(run_dir, stop)
     except BaseException as error:  # noqa: BLE001 (also sys.exit: a rank that ends early has failed)
         print(f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()} failed:", file=sys.stderr)
         traceback.print_exc()
-        write_failure(run_dir, own_rank(), f"{type(error).__name__}: {error}", traceback.format_exc())
+        write_failure(run_dir, rank, f"{type(error).__name__}: {error}", traceback.format_exc())
         sys.stdout.flush()
         sys.stderr.flush()
         # Not sys.exit: destructors of a process group with a pending collective can wait for ever.
@@ -129,4 +137,4 @@ def main(run_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve())
+    sys.exit(main(Path(sys.argv[1]).resolve()))

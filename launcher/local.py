@@ -20,6 +20,9 @@ from typing import Any
 from launcher import status
 from launcher.environment import scrubbed, threads_per_rank
 from trainer import config as configuration
+from trainer.checkpoint.directory import surviving
+from trainer.failure import write_failure
+from trainer.stop import PREEMPTED
 
 _POLL_S = 0.05
 _STOP_S = 5.0  # a rank that ignores SIGTERM this long is killed: it hangs in a collective with a dead peer
@@ -61,7 +64,13 @@ class Ranks:
         codes = {rank: process.poll() for rank, process in enumerate(self.processes)}
         return {rank: code for rank, code in codes.items() if code is not None}
 
-    def stop(self, grace_s: float) -> None:
+    def ask_to_stop(self) -> None:
+        """Have the ranks save after their optimizer step and end."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+
+    def kill(self, grace_s: float) -> None:
         """End every rank and whatever it has started: SIGTERM, after grace_s SIGKILL."""
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
@@ -94,6 +103,11 @@ def _submitit_variables(rank: int, count: int) -> dict[str, str]:
 
 def verdict(run_dir: Path, exit_codes: dict[int, int]) -> dict[str, Any]:
     """The final state of an attempt from the exit codes seen when the first rank had failed, or all had ended."""
+    if PREEMPTED in exit_codes.values():  # what the others ended of is that they have lost this one
+        if status.read_json(run_dir / "status.json").get("state") == "preempted":
+            return {"state": "preempted"}
+        asked = f"asked to stop; no optimizer step ended within cluster.grace_s, goes on from {surviving(run_dir)}"
+        return {"state": "preempted", "error": asked}
     bad = {rank: code for rank, code in exit_codes.items() if code != 0}
     if not bad:
         state = status.read_json(run_dir / "status.json").get("state")
@@ -106,6 +120,7 @@ def verdict(run_dir: Path, exit_codes: dict[int, int]) -> dict[str, Any]:
     rank = silent[0] if silent else broken[0]["rank"]
     if silent:
         error = f"rank {rank} {exit_words(bad[rank])}"
+        write_failure(run_dir, rank, exit_words(bad[rank]), "")  # the others look for it when they get SIGTERM
     else:
         error = status.failure_words(broken[0])
     return {
@@ -127,37 +142,42 @@ def exit_words(code: int) -> str:
 def supervise(run_dir: Path) -> dict[str, Any]:
     """Run one attempt to its end; returns the final state as it stands in status.json."""
     config = configuration.load(run_dir)
-    stop_asked: list[int] = []
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: stop_asked.append(number))
+        signal.signal(number, lambda number, frame: signals.append(number))
     number = status.begin_attempt(run_dir)
     start = {"state": "starting", "step": 0, "steps": config.train.steps, "attempt": number, "heartbeat": time.time()}
     status.write_json(run_dir / "status.json", start)
-    deadline = time.monotonic() + 60 * config.cluster.time_limit_min
     with free_port() as holder:
         log_dir = run_dir / "logs" / f"attempt_{number}"
         ranks = Ranks(run_dir, log_dir, config.parallelism.gpus_per_node, holder.getsockname()[1])
         try:
-            while True:
-                codes = ranks.exit_codes()
-                if len(codes) == len(ranks.processes) or any(codes.values()):
-                    end = verdict(run_dir, codes)
-                    break
-                if stop_asked:
-                    asked = (run_dir / status.CANCEL).exists()
-                    why = "on request" if asked else f"by {signal.Signals(stop_asked[0]).name}"
-                    end = {"state": "cancelled", "error": f"stopped {why}"}
-                    break
-                if time.monotonic() > deadline:
-                    limit = f"cluster.time_limit_min={config.cluster.time_limit_min}"
-                    end = {"state": "failed", "error": f"stopped at the time limit, {limit}"}
-                    break
-                time.sleep(_POLL_S)
+            end = _see_to_their_end(run_dir, ranks, signals, config.cluster.time_limit_min)
         finally:
-            ranks.stop(min(config.cluster.grace_s, _STOP_S))
+            ranks.kill(min(config.cluster.grace_s, _STOP_S))
     end = status.read_json(run_dir / "status.json") | end | {"attempt": number, "heartbeat": time.time()}
     status.write_json(run_dir / "status.json", end)
     return end
+
+
+def _see_to_their_end(run_dir: Path, ranks: Ranks, signals: list[int], limit_min: int) -> dict[str, Any]:
+    """Wait for the ranks, and ask them once to stop where a signal or the time limit says so."""
+    limit, asked = time.monotonic() + 60 * limit_min, ""
+    while True:
+        codes = ranks.exit_codes()
+        if len(codes) == len(ranks.processes) or any(codes.values()):
+            if asked:  # some may not have listened yet
+                codes = {rank: PREEMPTED if code == -signal.SIGTERM else code for rank, code in codes.items()}
+            end = verdict(run_dir, codes)
+            if asked and end["state"] == "preempted":
+                end["error"] = f"{asked}: {end.get('error') or status.read_json(run_dir / 'status.json')['error']}"
+            return end
+        if signals and (run_dir / status.CANCEL).exists():
+            return {"state": "cancelled", "error": "stopped on request"}
+        if not asked and (signals or time.monotonic() > limit):
+            asked = signal.Signals(signals[0]).name if signals else f"time limit, cluster.time_limit_min={limit_min}"
+            ranks.ask_to_stop()  # they leave by themselves where they cannot agree in cluster.grace_s
+        time.sleep(_POLL_S)
 
 
 def main(run_dir: Path) -> int:

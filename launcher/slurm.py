@@ -103,6 +103,14 @@ def cancel(job_ids: Sequence[str]) -> str:
     return f"scancel {' '.join(job_ids)} sent" if len(job_ids) < 3 else f"scancel sent for {len(job_ids)} jobs"
 
 
+def requeue(job_id: str) -> str:
+    """Have SLURM end a running job and queue it again; returns why it did not, or nothing."""
+    if not shutil.which("scontrol"):
+        return "scontrol is not on PATH on the job's first node"
+    sent = _call("scontrol", "requeue", job_id)
+    return "" if sent and not sent.returncode else f"scontrol requeue: {sent.stderr.strip() if sent else 'no answer'}"
+
+
 def restarts(job_id: str) -> int:
     """How often SLURM has started the job again, a start that it has decided on included; 0 where it does not say."""
     answer = _call("scontrol", "show", "job", "--oneliner", job_id) if shutil.which("scontrol") else None

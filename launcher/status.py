@@ -17,11 +17,11 @@ from typing import Any
 from launcher import slurm
 from launcher.slurm import Queue
 from trainer.config import ConfigError
+from trainer.stop import CANCEL
 
 FINAL = ("done", "failed", "cancelled", "preempted", "lost")
 REQUEUED = ("cancelled", "preempted")  # how a run looks that SLURM stopped, and may start again
 LOCK = ".supervisor.lock"  # held by launcher.local for as long as it lives: no process id can be mistaken for it
-CANCEL = "cancel.json"
 _START_S = 15.0  # within it a submitted job may not hold its lock yet
 _TAIL_BYTES = 65536
 _RECENT = 10  # steps whose mean time says how long the rest will take
@@ -191,8 +191,8 @@ def describe_all(run_dirs: Sequence[Path], queue: Queue | None = None) -> list[d
 
 
 def has_ended(described: dict[str, Any]) -> bool:
-    """Whether nothing more will come: a preempted run that SLURM has queued again has not ended."""
-    return described["state"] in FINAL and "waits" not in described
+    """Whether nothing more will come: a preempted run that SLURM starts again has not ended."""
+    return described["state"] in FINAL and "waits" not in described and "requeued" not in described
 
 
 def time_left_s(run_dir: Path, step: int, steps: int) -> float | None:
@@ -222,7 +222,10 @@ def _on_slurm(run_dir: Path, state: str, job: slurm.Job | None, heartbeat_age_s:
     if not job.has_ended:
         started = {"state": "starting", "reason": None} if state in ("queued", "submitted", *REQUEUED) else {}
         ending = job.state in ("COMPLETING", "SIGNALING") and state in REQUEUED
-        return {} if ending else started | _silent(heartbeat_age_s)
+        requeued = read_json(run_dir / "status.json").get("requeued") or None
+        return {"requeued": requeued} if ending else started | _silent(heartbeat_age_s)
+    if state in FINAL and job.state == "CANCELLED" and read_json(run_dir / "status.json").get("requeued"):
+        return {"state": "cancelled", "reason": "cancelled by scancel before SLURM had started it again"}
     if state in FINAL:
         return {}
     return _gone(run_dir, job)

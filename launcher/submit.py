@@ -215,6 +215,7 @@ def _slurm_executor(runs: Sequence[Run], shape_only: bool = False) -> Any:
     executor.update_parameters(
         job_name="shape" if shape_only else path.name if single else path.parent.name,
         time=cluster.time_limit_min,
+        signal_delay_s=min(cluster.signal_before_s, 30 * cluster.time_limit_min),
         nodes=layout.nodes,
         ntasks_per_node=layout.gpus_per_node,
         gpus_per_node=gpus,

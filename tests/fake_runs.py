@@ -16,13 +16,15 @@ from trainer.config import ClusterConfig, ModelConfig, ParallelismConfig, RunCon
 
 ROOT = Path(__file__).resolve().parents[1]
 
+CHECKPOINT = ("checkpoint/__init__.py", "checkpoint/directory.py")
+
 # Stands in for trainer/__main__.py in a snapshot: does what the run's name asks for on rank 1, and lets rank 0 hang
 # as it would in a collective.
 FAKE_TRAINER = """
 import json, os, signal, sys, time
 from pathlib import Path
 
-def main(run_dir):
+def main(run_dir, stop):
     rank = int(os.environ["RANK"])
     todo = json.loads((run_dir / "run.json").read_text())["model"]["name"]
     (run_dir / f"env-{rank}.json").write_text(json.dumps(dict(os.environ)))
@@ -84,8 +86,8 @@ def make_run(tmp_path):
         snapshot = tmp_path / "code" / "tree"
         if not snapshot.exists():
             shutil.copytree(ROOT / "launcher", snapshot / "launcher", ignore=shutil.ignore_patterns("__pycache__"))
-            (snapshot / "trainer").mkdir()
-            for name in ("__init__.py", "config.py"):
+            (snapshot / "trainer" / "checkpoint").mkdir(parents=True)
+            for name in ("__init__.py", "config.py", "failure.py", "stop.py", *CHECKPOINT):
                 shutil.copy(ROOT / "trainer" / name, snapshot / "trainer" / name)
             (snapshot / "trainer" / "__main__.py").write_text(FAKE_TRAINER)
         config = RunConfig(

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from trainer import config as configuration
+from trainer.checkpoint.directory import surviving
 from trainer.config import ConfigError, RunConfig
 from trainer.failure import write_failure
 from trainer.parallel.mesh import build_mesh
+from trainer.stop import PREEMPTED, Stopped, StopRequest, leave
 from trainer.train import train
 
 
@@ -72,31 +74,45 @@ def _flatten(data: dict, prefix: str = "") -> dict:
     return flat
 
 
-def main(run_dir: Path) -> None:
-    """Run this rank to the end of the run; an exception leaves a failure file and the process."""
+def main(run_dir: Path, stop: StopRequest | None = None) -> int:
+    """Run this rank to the end of the run; returns 0, or PREEMPTED where it was asked to stop before that.
+
+    An exception leaves a failure file and the process, but counts as PREEMPTED where it came after the request: what
+    asks the ranks to stop asks their helper processes too.
+    """
     rank = int(os.environ.get("RANK", "0"))
     try:
         rank, local_rank = environment_rank()
         if (run_dir / "result.json").exists():
             print(f"{run_dir} is done: result.json is there. Prepare another run to train again", flush=True)
-            return
+            return 0
         (run_dir / f"failure-{rank}.json").unlink(missing_ok=True)  # of a former attempt
         config = configuration.load(run_dir)
+        stop = stop or StopRequest(run_dir, rank, config.cluster.grace_s)
         device = start_process_group(config, local_rank)
         digest = same_configuration_everywhere(run_dir)
-        train(config, run_dir, build_mesh(config.parallelism, device), digest)
+        train(config, run_dir, build_mesh(config.parallelism, device), digest, stop)
+        code = 0
+    except Stopped as reason:
+        print(reason, flush=True)
+        dist.barrier()  # rank 0 has written its last word before any rank ends
+        code = PREEMPTED
     except BaseException as error:
         trace = "".join(traceback.format_exception(error))
+        if stop is not None and stop.is_pending:
+            print(trace, file=sys.stderr, flush=True)
+            leave(rank, PREEMPTED, f"{stop.words}; the run goes on from {surviving(run_dir)}")
         write_failure(run_dir, rank, f"{type(error).__name__}: {error}", trace)
         raise
     # Only after success: a failed rank must not wait here for the others.
     dist.destroy_process_group()
+    return code
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "run.json").is_file():
         sys.exit("usage: python -m trainer RUN_DIR, a directory with run.json (python -m launcher launch.submit=false)")
     try:
-        main(Path(sys.argv[1]).resolve())
+        sys.exit(main(Path(sys.argv[1]).resolve()))
     except ConfigError as error:
         sys.exit(f"error: {error}")

@@ -184,7 +184,9 @@ class ClusterConfig:
     name: str = one_of("auto", "auto", "local", "slurm")
     device: str = one_of("auto", "auto", "cpu", "cuda")
     env: dict[str, str] = field(default_factory=dict)  # exported in every rank
-    grace_s: float = 60.0  # how long the other ranks get after one has failed
+    grace_s: float = 60.0  # from a signal to stop to the end of an optimizer step, or the rank leaves without a save
+    signal_before_s: int = 300  # SIGUSR2 so long before the time limit: a step and a save; at most half of the limit
+    requeue_limit: int = 20  # how often a run that was asked to stop is started again
     time_limit_min: int = 1440
     cpus_per_task: int = 0
     partition: str = ""

@@ -30,6 +30,7 @@ class StepTotals:
     real_tokens: int
     padded_tokens: int
     squared_document_len: int  # over the documents; prices causal attention
+    stops_asked: int = 0  # ranks that were asked to stop before this step
     tokens_per_expert: list[list[float]] = field(default_factory=list)  # [sparse layer][expert]
 
     @property
@@ -46,7 +47,7 @@ class StepTotals:
 class QueuedTotals:
     """Sums that a device will have once it has done its work."""
 
-    sums: torch.Tensor  # [6] fp64, the fields of StepTotals in their order
+    sums: torch.Tensor  # [7] fp64, the fields of StepTotals in their order
     tokens_per_expert: torch.Tensor | None  # [sparse layers, E]
 
     def wait(self) -> StepTotals:
@@ -56,13 +57,16 @@ class QueuedTotals:
         return StepTotals(loss_sum, aux_loss, *(int(count) for count in counts), experts)
 
 
-def forward_backward(model: Qwen3, batches: list[Batch], config: RunConfig, mesh: Mesh) -> QueuedTotals:
+def forward_backward(
+    model: Qwen3, batches: list[Batch], config: RunConfig, mesh: Mesh, stop_asked: bool = False
+) -> QueuedTotals:
     """Accumulate the gradients of the step: token losses over the step's global number of supervised tokens.
 
     Nothing here waits for a GPU, so that it never waits for the host. The auxiliary loss of Hugging Face is the mean
     over all micro-batches of all ranks, so it counts once per step.
     """
-    counts = torch.tensor([batch_counts(batch) for batch in batches], dtype=torch.float64).sum(0)
+    counts = [sum(column) for column in zip(*map(batch_counts, batches), strict=True)]
+    counts = torch.tensor([*counts, stop_asked], dtype=torch.float64)
     counts = mesh.all_reduce(to_device(counts, mesh.device))
     per_token = counts[0].clamp_min(1).reciprocal().float()
     per_micro_batch = 1.0 / (len(batches) * mesh.world_size)

@@ -10,6 +10,7 @@ import torch
 
 from trainer.build import build
 from trainer.checkpoint import store
+from trainer.checkpoint.directory import surviving
 from trainer.config import RunConfig
 from trainer.data import build_data
 from trainer.failure import StallWatch, write_failure
@@ -20,6 +21,7 @@ from trainer.optim.schedule import learning_rate
 from trainer.parallel.mesh import Mesh
 from trainer.state import TrainState
 from trainer.step import NonFiniteError, evaluate, forward_backward, refuse_nonfinite
+from trainer.stop import Stopped, StopRequest
 
 
 def evaluation_is_due(step: int, config: RunConfig) -> bool:
@@ -42,8 +44,17 @@ def held_out_loss(state: TrainState, mesh: Mesh) -> float:
     return loss
 
 
-def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str) -> None:
-    """Train to the last step; raises on the first thing that goes wrong, on every rank."""
+def save_and_stop(run_dir: Path, state: TrainState, config: RunConfig, mesh: Mesh, stop: StopRequest, report: Report):
+    """Every rank has learnt that one of them was asked to stop: one checkpoint, then Stopped is raised."""
+    stop.settle()
+    asked = ", ".join([words for words in mesh.gather(stop.words) if words][:3])
+    if store.may_save(config) and not store.save_is_due(state.step, config):
+        report.save(partial(store.save, run_dir, state, config, mesh))
+    raise Stopped(f"stopped after step {state.step} by {asked}; goes on from {surviving(run_dir)}")
+
+
+def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str, stop: StopRequest) -> None:
+    """Train to the last step; raises on the first thing that goes wrong, on every rank; Stopped where `stop` says so."""
     watch = StallWatch(config.train.stall_timeout_s, partial(write_failure, run_dir, mesh.rank))
     resumed = store.newest(run_dir, mesh)
     with Report(config, run_dir, mesh, resumed) as report, fastest_attention():
@@ -59,7 +70,7 @@ def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str) -> None:
             marks = [Mark(mesh.device)]  # evaluation, saving and what the device did meanwhile are no part of a step
             batches = data.micro_batches()
             marks.append(Mark(mesh.device))
-            queued = forward_backward(model, batches, config, mesh)
+            queued = forward_backward(model, batches, config, mesh, bool(stop.words))
             norm = optimizer.grad_norm()
             marks.append(Mark(mesh.device))
             report.flush()  # the former step's row, while the device is busy with this one
@@ -75,6 +86,9 @@ def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str) -> None:
                 report.evaluate(partial(held_out_loss, state, mesh))
             if store.save_is_due(state.step, config):
                 report.save(partial(store.save, run_dir, state, config, mesh))
+            if totals.stops_asked and state.step < config.train.steps:
+                save_and_stop(run_dir, state, config, mesh, stop, report)
             report.flush_finished()
+        stop.settle()
         report.finish(state)
     watch.stop()

@@ -1,4 +1,4 @@
-"""Who may import whom: launcher and multirun share three modules with the trainer, none of which needs torch."""
+"""Who may import whom: launcher and multirun share a few modules with the trainer, none of which needs torch."""
 
 import ast
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = {"trainer.config", "trainer.flops", "trainer.failure"}
+SHARED = {"trainer.config", "trainer.flops", "trainer.failure", "trainer.stop", "trainer.checkpoint.directory"}
 STARTS_THE_TRAINER = ("launcher/job.py", "trainer.__main__")  # inside a function: the task becomes the rank
 
 

@@ -10,9 +10,10 @@ import torch
 
 import trainer.metrics.report as report_module
 import trainer.train as train_module
-from tests.trainer.test_train import RUN, rows
+from tests.trainer.processes import RUN, rows
 from trainer.config import CheckpointConfig, from_dict, to_dict
 from trainer.parallel.mesh import build_mesh
+from trainer.stop import StopRequest
 
 
 class LateMark(report_module.Mark):
@@ -58,8 +59,9 @@ def _train(run_dir: str, config_dict: dict, broken: str, step: int):
     train_module.store.save = counted_save
     if broken:
         setattr(train_module, broken.removesuffix("_nan"), _fail(step)[broken])
+    stop = StopRequest(Path(run_dir), 0, grace_s=60)
     try:
-        train_module.train(config, Path(run_dir), build_mesh(config.parallelism, torch.device("cpu")), "digest")
+        train_module.train(config, Path(run_dir), build_mesh(config.parallelism, torch.device("cpu")), "digest", stop)
     except Exception as error:  # noqa: BLE001  the test looks at it
         return f"{type(error).__name__}: {error}", saved
     return None, saved

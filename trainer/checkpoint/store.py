@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.directory import METADATA, complete_and_torn, directory
 from trainer.config import ConfigError, RunConfig, to_dict
 from trainer.parallel.mesh import Mesh
 from trainer.state import TrainState
-
-METADATA = "metadata.json"
 
 
 class CheckpointError(RuntimeError):
@@ -31,9 +30,14 @@ def save_is_due(step: int, config: RunConfig) -> bool:
     return every > 0 and (step % every == 0 or step == config.train.steps)
 
 
+def may_save(config: RunConfig) -> bool:
+    """Weights trained with forced-balanced routing are only good for measurements."""
+    return config.model.routing != "balanced" or config.checkpoint.force
+
+
 def refuse_balanced(config: RunConfig) -> None:
-    """Weights trained with forced-balanced routing are only good for measurements; raises ConfigError."""
-    if config.checkpoint.every_steps and config.model.routing == "balanced" and not config.checkpoint.force:
+    """Raises ConfigError where checkpoints are asked for that may not be saved."""
+    if config.checkpoint.every_steps and not may_save(config):
         raise ConfigError(
             "model.routing=balanced with checkpoint.every_steps="
             f"{config.checkpoint.every_steps}: set checkpoint.force=true to save such weights, or model.routing=learned"
@@ -45,18 +49,10 @@ def newest(run_dir: Path, mesh: Mesh) -> int:
 
     Others may see an older one on a shared file system for a while. Torn ones are named on stderr and skipped.
     """
-    steps = [0]
-    for path in sorted((run_dir / "checkpoints").glob("step_*")) if mesh.rank == 0 else ():
-        number = path.name.removeprefix("step_")
-        if number.isdecimal() and (path / METADATA).is_file():
-            steps.append(int(number))
-        else:
-            print(f"warning: {path} is not complete and is not used", file=sys.stderr, flush=True)
-    return mesh.gather(max(steps))[0]
-
-
-def _directory(run_dir: Path, step: int) -> Path:
-    return run_dir / "checkpoints" / f"step_{step:08d}"
+    complete, torn = complete_and_torn(run_dir) if mesh.rank == 0 else ([], [])
+    for path in torn:
+        print(f"warning: {path} is not complete and is not used", file=sys.stderr, flush=True)
+    return mesh.gather(max(complete, default=0))[0]
 
 
 def _layout(config: RunConfig) -> dict[str, Any]:
@@ -71,7 +67,7 @@ def save(run_dir: Path, state: TrainState, config: RunConfig, mesh: Mesh) -> Non
 
     Raises CheckpointError on every rank if any of them could not write; earlier checkpoints stay.
     """
-    final = _directory(run_dir, state.step)
+    final = directory(run_dir, state.step)
     partial = final.with_name(final.name + ".partial")
 
     def write_part() -> None:
@@ -108,11 +104,11 @@ def load(run_dir: Path, step: int, state: TrainState, config: RunConfig, mesh: M
 
     Raises CheckpointError on every rank if it is of another layout, or any rank cannot read its part of it.
     """
-    directory = _directory(run_dir, step)
-    part = directory / f"rank_{mesh.rank:05d}.pt"
+    source = directory(run_dir, step)
+    part = source / f"rank_{mesh.rank:05d}.pt"
     error = None
     try:
-        metadata = json.loads((directory / METADATA).read_text())
+        metadata = json.loads((source / METADATA).read_text())
         if metadata["layout"] != _layout(config):
             raise CheckpointError(f"it was written by {metadata['layout']}, this run is {_layout(config)}")
         state.load_state_dict(torch.load(part, map_location="cpu", weights_only=True))
@@ -125,5 +121,5 @@ def load(run_dir: Path, step: int, state: TrainState, config: RunConfig, mesh: M
     if failures:
         shown = "; ".join(f"rank {rank}: {text}" for rank, text in list(failures.items())[:5])
         raise CheckpointError(
-            f"{directory} cannot be continued from, {shown}. Remove it to continue from the one before, if any"
+            f"{source} cannot be continued from, {shown}. Remove it to continue from the one before, if any"
         )

@@ -25,6 +25,7 @@ from trainer.metrics.recorder import Recorder
 from trainer.parallel.mesh import Mesh
 from trainer.state import TrainState
 from trainer.step import StepTotals
+from trainer.stop import Stopped
 
 PHASES = ("data_time_s", "forward_backward_time_s", "optimizer_time_s")
 
@@ -58,7 +59,10 @@ class Report:
         if error is not None:
             with suppress(Exception):  # of a device that failed; the error that came first counts
                 self.flush()
-            self._recorder.finish("failed", error=f"{kind.__name__}: {error}")
+            if isinstance(error, Stopped):
+                self._recorder.finish("preempted", error=str(error))
+            else:
+                self._recorder.finish("failed", error=f"{kind.__name__}: {error}")
 
     def start(self, state: TrainState, lines: list[str]) -> None:
         """The first step begins; `lines` say what was built. All ranks call it."""

@@ -113,38 +113,112 @@ def terminate(process: subprocess.Popen) -> None:
     (run / "go").touch()
 
 
-STOPPED = """touch $RUN/ready; while ! [ -e $RUN/go ]; do sleep 0.02; done; sleep 0.2
+def says(directory: Path, command: str, body: str) -> None:
+    """A SLURM command of the test's own."""
+    (directory / command).write_text(f"#!/bin/bash\n{body}\n")
+    (directory / command).chmod(0o755)
+
+
+STOPPED = """touch $RUN/ready; while ! [ -e $RUN/go ]; do sleep 0.02; done; sleep 0.5
 echo 'srun: error: n0: tasks 0-1: Terminated' >&2; {after} exit 143"""
+FAILED_SINCE = "echo 'srun: error: n1: task 2: Exited with exit code 1' >&2;"
+SAVED = """echo '{"state": "preempted", "error": "stopped after step 3"}' > $RUN/status.json;
+echo 'srun: error: n0: tasks 0-1: Exited with exit code 75' >&2;"""
 
 
 @pytest.mark.parametrize(
-    ("cluster", "marker", "after", "state", "words"),
+    ("cluster", "marker", "squeue", "after", "state", "words"),
     [
-        ({}, True, "", "cancelled", "stopped on request"),
-        ({}, False, "", "cancelled", "stopped by SLURM"),
-        ({"time_limit_min": 0}, False, "", "failed", "time limit"),
-        ({}, False, """echo '{"state": "preempted"}' > $RUN/status.json;""", "preempted", ""),
-        ({}, False, "echo 'srun: error: n1: task 2: Exited with exit code 1' >&2;", "cancelled", "stopped by SLURM"),
+        ({}, True, "COMPLETING", "", "cancelled", "stopped on request"),
+        ({}, True, "COMPLETING", SAVED, "cancelled", "stopped on request"),
+        ({}, False, "COMPLETING", "", "cancelled", "stopped by SLURM (scancel"),
+        ({}, False, "COMPLETING", FAILED_SINCE, "cancelled", "stopped by SLURM (scancel"),
+        ({}, False, "", "", "cancelled", "stopped by SLURM"),
+        ({"time_limit_min": 0}, False, "COMPLETING", "", "failed", "time limit"),
+        ({"time_limit_min": 0}, False, "COMPLETING", SAVED, "preempted", "stopped after step 3"),
+        ({}, False, "RUNNING", SAVED, "preempted", "stopped after step 3"),
+        ({}, False, "RUNNING", FAILED_SINCE, "failed", "rank 2 on n1"),
     ],
 )
-def test_a_stopped_job_says_why(supervise, cluster, marker, after, state, words):
-    def mark(path: Path) -> None:
+def test_a_stopped_job_says_why(supervise, tmp_path, cluster, marker, squeue, after, state, words):
+    def prepare(path: Path) -> None:
         if marker:
             status.write_json(path / status.CANCEL, {"time": 0})
+        if squeue:
+            says(tmp_path / "bin", "squeue", f"echo '5|{squeue}|None|N/A'")
 
-    code, path = supervise(STOPPED.replace("{after}", after), mark, terminate, **cluster)
+    code, path = supervise(STOPPED.replace("{after}", after), prepare, terminate, **cluster)
     found = json.loads((path / "status.json").read_text())
     assert code != 0 and found["state"] == state and words in found.get("error", "")
-    assert not list(path.glob("failure-*"))
+    assert bool(list(path.glob("failure-*"))) == (state == "failed" and after == FAILED_SINCE)
 
 
 def test_a_job_that_slurm_starts_again_is_preempted(supervise, tmp_path):
-    scontrol = tmp_path / "bin" / "scontrol"
-    scontrol.write_text("#!/bin/bash\n[ $2$4 = job5 ] && echo 'JobState=COMPLETING Restarts=1 x=y'\n")
-    scontrol.chmod(0o755)
-    code, path = supervise(STOPPED.replace("{after}", ""), meanwhile=terminate)
+    says(tmp_path / "bin", "scontrol", "[ $2$4 = job5 ] && echo 'JobState=COMPLETING Restarts=1 x=y'")
+    code, path = supervise(STOPPED.replace("{after}", FAILED_SINCE), meanwhile=terminate)
     found = json.loads((path / "status.json").read_text())
-    assert code != 0 and found["state"] == "preempted" and "starts it again" in found["error"]
+    assert code != 0 and found["state"] == "preempted" and "starts it again" in found["error"] and found["requeued"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "scontrol", "requeued", "words"),
+    [
+        (2, "echo $@ >> $RUN/called", True, "stopped after step 3; SLURM starts it again (2 of 2)"),
+        (
+            1,
+            "echo $@ >> $RUN/called",
+            False,
+            "cluster.requeue_limit=1 is reached. Go on with: python -m multirun retry",
+        ),
+        (2, "echo no such job >&2; exit 1", False, "not started again: scontrol requeue: no such job"),
+    ],
+)
+def test_a_run_that_was_asked_to_stop_is_started_again(
+    supervise, tmp_path, monkeypatch, limit, scontrol, requeued, words
+):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    says(tmp_path / "bin", "scontrol", scontrol)
+    code, path = supervise(f"{SAVED} exit 75", requeue_limit=limit)
+    found = json.loads((path / "status.json").read_text())
+    assert code == 1 and found["state"] == "preempted" and words in found["error"]
+    assert bool(found.get("requeued")) == requeued == (path / "called").exists()
+    assert not requeued or (path / "called").read_text() == "requeue 5\n"
+    assert not list(path.glob("failure-*"))
+
+
+def test_ranks_that_cannot_agree_are_started_again_and_those_that_lose_them_are_no_failure(supervise, tmp_path):
+    says(tmp_path / "bin", "scontrol", "exit 0")
+    gone = "echo 'srun: error: n0: task 1: Exited with exit code 75' >&2; sleep 0.3;"
+    _, path = supervise(f"{gone} echo 'srun: error: n0: task 0: Exited with exit code 1' >&2; exit 75")
+    found = json.loads((path / "status.json").read_text())
+    assert found["state"] == "preempted" and "no optimizer step ended within cluster.grace_s" in found["error"]
+    assert "goes on from its start" in found["error"] and not list(path.glob("failure-*"))
+
+
+@pytest.mark.parametrize(
+    ("said", "squeue", "heard"),
+    [
+        ("echo 'srun: error: n1: task 1: Exited with exit code 3' >&2;", "RUNNING", "2"),
+        ("touch $RUN/ready;", "COMPLETING", "0"),
+        ("touch $RUN/ready;", "RUNNING", ""),  # a warning: they may save
+    ],
+)
+def test_ranks_hear_at_once_that_the_run_is_over(supervise, tmp_path, said, squeue, heard):
+    says(tmp_path / "bin", "squeue", f"echo '5|{squeue}|None|N/A'")
+    stop = terminate if "ready" in said else lambda process: None
+    listen = "timeout 3 head -c 1 < /dev/tcp/127.0.0.1/$MOE_LAUNCHER_LINE_PORT > $RUN/heard"
+    _, path = supervise(f"{said} {listen}; exit 1", meanwhile=stop)
+    assert (path / "heard").read_text() == heard
+
+
+def test_the_signal_before_the_limit_is_passed_on_where_this_process_gets_it(supervise):
+    def warn(process: subprocess.Popen) -> None:
+        while not (Path(process.args[3]) / "ready").exists():
+            time.sleep(0.02)
+        process.send_signal(signal.SIGUSR2)
+
+    _, path = supervise("trap 'touch $RUN/passed_on; exit 75' USR2; touch $RUN/ready; sleep 5 & wait", meanwhile=warn)
+    assert (path / "passed_on").exists()
 
 
 def test_lines_that_name_no_rank_are_left_alone():

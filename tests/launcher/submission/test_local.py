@@ -239,11 +239,23 @@ def test_a_second_attempt_has_its_own_logs_and_no_failures_of_the_first(make_run
     assert "says fine" in (run.path / "logs/attempt_2/rank_0.log").read_text()
 
 
-def test_the_time_limit_ends_a_run_as_failed(make_run):
-    run = make_run("hang", time_limit_min=0)
+def test_at_the_time_limit_a_run_is_asked_to_stop(make_run):
+    run = make_run("hang", time_limit_min=0, grace_s=0.5)
     submit.submit([run])
     now = end(run)
-    assert now["state"] == "failed" and "cluster.time_limit_min=0" in now["reason"]
+    assert now["state"] == "preempted" and "cluster.time_limit_min=0: asked to stop; no optimizer" in now["reason"]
+
+
+def test_ranks_that_cannot_agree_leave_by_themselves_and_name_what_survives(make_run):
+    run = make_run("hang", grace_s=0.5)
+    (job,) = submit.submit([run])
+    wait_for(lambda: (run.path / "pid-0").exists() and (run.path / "pid-1").exists())
+    os.kill(int(job["job_id"]), signal.SIGTERM)
+    now = end(run)
+    assert now["state"] == "preempted" and now["reason"].startswith("SIGTERM: asked to stop; no optimizer step ended")
+    logs = [(run.path / "logs" / "attempt_1" / f"rank_{rank}.log").read_text() for rank in (0, 1)]
+    assert any("no optimizer step ended within cluster.grace_s=0.5 s after SIGTERM" in log for log in logs)
+    assert not alive(run.path / "pid-0") and not alive(run.path / "pid-1")
 
 
 def test_a_script_that_cannot_start_is_lost_and_its_own_log_says_why(make_run):

@@ -270,16 +270,15 @@ def test_a_rank_leaves_for_another_ones_failure_in_this_attempt_only(make_run, n
     """A shared file system may show the former attempt's files for a while."""
     run = make_run("fine", name="slurm")
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom launcher import job\njob._LOOK_S = job._LEAVE_S = 0.05\n"
-        "job.leave_with_the_others(Path(sys.argv[1]))\ntime.sleep(0.5)\nprint('still here', flush=True)\ntime.sleep(60)\n"
+        "import sys, time\nfrom pathlib import Path\nfrom launcher import job\njob._LOOK_S = job.LEAVE_S = 0.05\n"
+        "job.leave_with_the_others(Path(sys.argv[1]), 0, float(sys.argv[2]))\ntime.sleep(0.5)\nprint('still here', flush=True)\ntime.sleep(60)\n"
     )
     (run.path / name).write_text("{}")
     begun = (run.path / name).stat().st_mtime + 5
     (run.path / "failure-0.json").write_text("{}")  # its own: it is about to leave by itself
     os.utime(run.path / "failure-0.json", (begun + 5, begun + 5))
-    environment = os.environ | {"RANK": "0", "MOE_LAUNCHER_ATTEMPT_TIME": str(begun)}
-    command = [sys.executable, "-c", code, str(run.path)]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", code, str(run.path), str(begun)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "still here\n" and process.poll() is None
     os.utime(run.path / name, (begun + 1, begun + 1))
     assert process.wait(timeout=20) == 143
