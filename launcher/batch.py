@@ -236,6 +236,14 @@ def restarts_before() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
+def because_of_a_node(end: dict[str, Any]) -> dict[str, Any]:
+    """A failure while a node of the job is down or silent is the node's: the ranks only lost their peers."""
+    if end["state"] == "failed" and (broken := slurm.failed_nodes(os.environ.get("SLURM_JOB_NODELIST", ""))):
+        names = ", ".join(f"{node} is {state}" for node, state in broken.items())
+        return end | {"state": "preempted", "error": f"failed node: {names}; {end['error']}"}
+    return end
+
+
 def start_again(run_dir: Path, config: RunConfig, end: dict[str, Any]) -> dict[str, Any]:
     """Have SLURM start a preempted run again, unless it has decided so itself; returns the final state with the outcome."""
     if end["state"] != "preempted" or end.get("requeued"):
@@ -269,7 +277,7 @@ def supervise(run_dir: Path, command: list[str]) -> dict[str, Any]:
         while not step.has_ended(_LOOK_S):
             stopped = stopped or _look(run_dir, step, asked, time.monotonic() - start, config.cluster.time_limit_min)
         stopped = stopped or _look(run_dir, step, asked, time.monotonic() - start, config.cluster.time_limit_min)
-    end = verdict(run_dir, step.process.returncode, step, stopped)
+    end = because_of_a_node(verdict(run_dir, step.process.returncode, step, stopped))
     end = status.read_json(run_dir / "status.json") | end | {"attempt": number, "heartbeat": time.time()}
     end = start_again(run_dir, config, end)
     status.write_json(run_dir / "status.json", end)

@@ -16,6 +16,7 @@ _UNSAID = ("", "N/A", "None", "(null)", "Unknown")
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL")
 ENDED += ("DEADLINE", "REVOKED")
+_BROKEN = ("down", "fail", "drain", "unknown")  # a node's state; one that does not answer ends in *
 GONE = "GONE"  # our word: SLURM does not know the job (any more)
 
 
@@ -109,6 +110,15 @@ def requeue(job_id: str) -> str:
         return "scontrol is not on PATH on the job's first node"
     sent = _call("scontrol", "requeue", job_id)
     return "" if sent and not sent.returncode else f"scontrol requeue: {sent.stderr.strip() if sent else 'no answer'}"
+
+
+def failed_nodes(nodes: str) -> dict[str, str]:
+    """Of nodes in SLURM's spelling, those that it has given up or gets no answer from, each with SLURM's word for it."""
+    answer = (
+        _call("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T") if shutil.which("sinfo") else None
+    )
+    found = dict(line.split() for line in answer.stdout.splitlines() if len(line.split()) == 2) if answer else {}
+    return {node: state for node, state in found.items() if state.endswith("*") or state.startswith(_BROKEN)}
 
 
 def restarts(job_id: str) -> int:

@@ -216,7 +216,7 @@ def _on_slurm(run_dir: Path, state: str, job: slurm.Job | None, heartbeat_age_s:
         return _silent(heartbeat_age_s) if state not in FINAL else {}
     if job.is_waiting:
         words = {"waits": job.reason or "not looked at yet", "expected_start": job.start or None}
-        if state in REQUEUED:
+        if state in (*REQUEUED, "starting", "running"):  # the last two: it was killed before it could say more
             return words | {"state": "preempted", "reason": "stopped by SLURM, which will start it again"}
         return words | {"state": "queued"}
     if not job.has_ended:

@@ -162,7 +162,7 @@ def test_a_job_can_be_submitted_from_inside_a_job(cluster, make_run, wait_for):
 
 
 def test_a_requeued_job_is_the_next_attempt_of_the_same_run(cluster, make_run, wait_for):
-    run = make_run("hang", 2, 1, name="slurm")
+    run = make_run("hang", 2, 1, name="slurm", grace_s=1)
     (job,) = submit.submit([run])
     started(run, wait_for)
     (run.path / "pid-0").unlink()
@@ -181,7 +181,7 @@ def test_a_requeued_job_is_the_next_attempt_of_the_same_run(cluster, make_run, w
 
 def test_a_killed_first_node_is_said_by_slurm(cluster, make_run, wait_for):
     """launcher.batch is killed and leaves no word: SLURM's own state is what is left."""
-    run = make_run("hang", 2, 1, name="slurm")
+    run = make_run("hang", 2, 1, name="slurm", grace_s=1)
     (job,) = submit.submit([run])
     started(run, wait_for)
     batch = subprocess.run(["pgrep", "-f", f"launcher.batch {run.path}"], capture_output=True, text=True, check=True)

@@ -195,6 +195,21 @@ def test_ranks_that_cannot_agree_are_started_again_and_those_that_lose_them_are_
     assert "goes on from its start" in found["error"] and not list(path.glob("failure-*"))
 
 
+@pytest.mark.parametrize("sinfo", ["n0 mixed\nn1 mixed*", "n0 mixed\nn1 down", "n0 mixed\nn1 allocated"])
+def test_a_failure_while_a_node_is_down_is_started_again(supervise, tmp_path, monkeypatch, sinfo):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[0-1]")
+    says(tmp_path / "bin", "sinfo", f"echo $@ > $RUN/asked; echo '{sinfo}'")
+    says(tmp_path / "bin", "scontrol", "exit 0")
+    _, path = supervise("echo 'srun: error: n0: task 0: Exited with exit code 1' >&2; exit 1")
+    found = json.loads((path / "status.json").read_text())
+    assert "--nodes=n[0-1]" in (path / "asked").read_text()
+    if "allocated" in sinfo:
+        assert found["state"] == "failed" and "requeued" not in found
+    else:
+        assert found["state"] == "preempted" and found["requeued"]
+        assert found["error"].startswith(f"failed node: n1 is {sinfo.split()[-1]}; rank 0 on n0: exited with code 1")
+
+
 @pytest.mark.parametrize(
     ("said", "squeue", "heard"),
     [

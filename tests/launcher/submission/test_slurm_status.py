@@ -39,6 +39,7 @@ def on_slurm(make_run, fake_slurm):
         ("running", "PREEMPTED|None|N/A", "preempted", {"reason": "SLURM says PREEMPTED"}),
         ("running", "COMPLETED|None|N/A", "lost", {}),
         ("cancelled", "PENDING|BeginTime|N/A", "preempted", {"waits": "BeginTime"}),
+        ("running", "PENDING|BeginTime|N/A", "preempted", {"waits": "BeginTime"}),  # its node has failed
         ("preempted", "RUNNING|None|N/A", "starting", {}),
         ("preempted", "COMPLETING|None|N/A", "preempted", {}),
         ("cancelled", "CANCELLED|None|N/A", "cancelled", {"reason": "as written"}),
@@ -56,6 +57,24 @@ def test_state_from_file_and_queue(on_slurm, fake_slurm, file, says, state, more
     assert now.get("expected_start") == ("2026-12-02T08:00:00" if "Priority|2026" in says else None)
     if file in ("done", "failed"):
         assert not fake_slurm.calls("squeue")  # the files said it
+
+
+@pytest.mark.parametrize(
+    ("says", "state", "ended"),
+    [
+        ("RUNNING", "starting", False),
+        ("COMPLETING", "preempted", False),
+        ("PENDING", "preempted", False),
+        ("CANCELLED", "cancelled", True),
+        ("GONE", "preempted", True),
+    ],
+)
+def test_a_run_that_asked_to_be_started_again_has_not_ended(on_slurm, fake_slurm, says, state, ended):
+    run = on_slurm(state="preempted", error="as written", requeued=True)
+    fake_slurm.says(*[] if says == "GONE" else [f"12|{says}|None|N/A"])
+    now = status.describe(run)
+    assert (now["state"], status.has_ended(now)) == (state, ended)
+    assert not ended or ("before SLURM had started it again" in now["reason"]) == (says == "CANCELLED")
 
 
 def test_a_run_that_slurm_has_forgotten_is_lost_unless_the_database_knows(on_slurm, fake_slurm):
