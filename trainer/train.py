@@ -46,7 +46,6 @@ def held_out_loss(state: TrainState, mesh: Mesh) -> float:
 
 def save_and_stop(run_dir: Path, state: TrainState, config: RunConfig, mesh: Mesh, stop: StopRequest, report: Report):
     """Every rank has learnt that one of them was asked to stop: one checkpoint, then Stopped is raised."""
-    stop.settle()
     asked = ", ".join([words for words in mesh.gather(stop.words) if words][:3])
     if store.may_save(config) and not store.save_is_due(state.step, config):
         report.save(partial(store.save, run_dir, state, config, mesh))
@@ -76,6 +75,8 @@ def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str, stop: StopR
             report.flush()  # the former step's row, while the device is busy with this one
             totals = queued.wait()
             refuse_nonfinite(state.step + 1, totals, norm.item(), optimizer, mesh)
+            if totals.stops_asked:
+                stop.settle()
             lr = update(state, norm, config) if totals.supervised_tokens else 0.0
             optimizer.zero_grad()
             marks.append(Mark(mesh.device))
