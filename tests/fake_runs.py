@@ -16,7 +16,16 @@ from trainer.config import ClusterConfig, ModelConfig, ParallelismConfig, RunCon
 
 ROOT = Path(__file__).resolve().parents[1]
 
-CHECKPOINT = ("checkpoint/__init__.py", "checkpoint/directory.py")
+# What launcher and multirun share with the trainer.
+SHARED = (
+    "__init__.py",
+    "config.py",
+    "flops.py",
+    "failure.py",
+    "stop.py",
+    "checkpoint/__init__.py",
+    "checkpoint/directory.py",
+)
 
 # Stands in for trainer/__main__.py in a snapshot: does what the run's name asks for on rank 1, and lets rank 0 hang
 # as it would in a collective.
@@ -67,6 +76,14 @@ VALUE = 1
 """.replace("\\\\", "\\")
 
 
+def fake_trainer(project: Path, main: str) -> None:
+    """A package trainer that needs no torch: what is shared with the launcher, and a `__main__` of the test's own."""
+    (project / "trainer" / "checkpoint").mkdir(parents=True)
+    for name in SHARED:
+        shutil.copy(ROOT / "trainer" / name, project / "trainer" / name)
+    (project / "trainer" / "__main__.py").write_text(main)
+
+
 @dataclass(frozen=True)
 class FakeRun:
     """The part of launcher.run.Run that submission reads."""
@@ -86,10 +103,7 @@ def make_run(tmp_path):
         snapshot = tmp_path / "code" / "tree"
         if not snapshot.exists():
             shutil.copytree(ROOT / "launcher", snapshot / "launcher", ignore=shutil.ignore_patterns("__pycache__"))
-            (snapshot / "trainer" / "checkpoint").mkdir(parents=True)
-            for name in ("__init__.py", "config.py", "failure.py", "stop.py", *CHECKPOINT):
-                shutil.copy(ROOT / "trainer" / name, snapshot / "trainer" / name)
-            (snapshot / "trainer" / "__main__.py").write_text(FAKE_TRAINER)
+            fake_trainer(snapshot, FAKE_TRAINER)
         config = RunConfig(
             model=ModelConfig(name=todo),
             parallelism=ParallelismConfig(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher import status
+from tests.fake_runs import fake_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FAKE_TRAINER = """
 import json, os, time
 
-def main(run_dir):
+def main(run_dir, stop):
     rank, config = int(os.environ["RANK"]), json.loads((run_dir / "run.json").read_text())
     seed, steps = config["train"]["seed"], config["train"]["steps"]
     print(f"rank {rank} has seed {seed}")
@@ -76,10 +77,7 @@ def project(tmp_path):
     ignore = shutil.ignore_patterns("__pycache__")
     for name in ("launcher", "multirun", "hydra_plugins", "conf"):
         shutil.copytree(ROOT / name, root / name, ignore=ignore)
-    (root / "trainer").mkdir()
-    for name in ("__init__.py", "config.py", "flops.py", "failure.py"):
-        shutil.copy(ROOT / "trainer" / name, root / "trainer" / name)
-    (root / "trainer" / "__main__.py").write_text(FAKE_TRAINER)
+    fake_trainer(root, FAKE_TRAINER)
     made = Project(root, tmp_path / "runs")
     yield made
     for path in made.run_dirs():

@@ -10,81 +10,90 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import trainer.train as train_module
 from tests.trainer.processes import MODEL, RUN, TWO, course, freeze, rows, start
-from trainer.stop import CANCEL, LEFT, PREEMPTED
+from trainer.config import from_dict, to_dict
+from trainer.parallel.mesh import build_mesh
+from trainer.stop import CANCEL, LEFT, PREEMPTED, SIGNALS, Stopped, StopRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# In rank {rank}: the signal comes at the {nth} call of {function}; later ones come during the save.
-SIGNALLED = """
-import os, signal, time
-import trainer.train as t
-import trainer.checkpoint.store as store
+
 def signalled(function, number, nth=1):
+    """The function; its nth call sends a signal to this process first."""
     calls = []
+
     def call(*arguments):
         calls.append(1)
         if len(calls) == nth:
             os.kill(os.getpid(), number)
             time.sleep(0.3)
         return function(*arguments)
+
     return call
-if RANK_HERE == {rank}:
-    t.{function} = signalled(t.{function}, signal.{signal}, {nth})
-for number in (signal.SIGTERM, signal.SIGUSR2):
-    store.save = signalled(store.save, number)
-"""
 
 
-def saved(run_dir):
-    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+def attempt(run_dir, config_dict, rank, function, number, nth):
+    """Train in this process, rank `rank` gets a signal in `function`, and all get more during a save; says how it ended."""
+    config = from_dict(config_dict)
+    mesh = build_mesh(config.parallelism, torch.device("cpu"))
+    if function and mesh.rank == rank:
+        setattr(train_module, function, signalled(getattr(train_module, function), number, nth))
+    for again in SIGNALS:
+        train_module.store.save = signalled(train_module.store.save, again)
+    try:
+        train_module.train(config, Path(run_dir), mesh, "digest", StopRequest(Path(run_dir), mesh.rank, grace_s=60))
+    except Stopped as reason:
+        return str(reason)
+    return ""
 
 
-def test_a_run_that_is_stopped_again_and_again_takes_the_course_of_one_that_is_not(tmp_path):
-    whole = freeze(tmp_path / "whole", TWO)
-    assert [code for code, _ in start(whole, 2)] == [0, 0]
-    run_dir = freeze(tmp_path / "stopped-0123456789", TWO)
-    stops = [(1, "build", "SIGUSR2"), (0, "evaluate", "SIGTERM")]
+def test_a_run_that_is_stopped_again_and_again_takes_the_course_of_one_that_is_not(ranks, tmp_path):
+    whole, run_dir = tmp_path / "whole-0123456789", tmp_path / "stopped-0123456789"
+    for path in (whole, run_dir):
+        path.mkdir()
+    assert ranks(2, attempt, str(whole), to_dict(TWO), 0, "", 0, 0) == ["", ""]
+    stops = [(1, "build", signal.SIGUSR2), (0, "held_out_loss", signal.SIGTERM)]
     last = 0
-    for attempt, (rank, function, name) in enumerate(stops, 1):
-        edit = SIGNALLED.format(rank=rank, function=function, signal=name, nth=1)
-        results = start(run_dir, 2, edit)
-        assert [code for code, _ in results] == [PREEMPTED, PREEMPTED], results
+    for number, (rank, function, sent) in enumerate(stops, 1):
+        reasons = ranks(2, attempt, str(run_dir), to_dict(TWO), rank, function, sent, 1)
         status = json.loads((run_dir / "status.json").read_text())
-        assert status["state"] == "preempted" and status["step"] > last and status["attempt"] == attempt
+        assert status["state"] == "preempted" and status["step"] > last and status["attempt"] == number
         last = status["step"]
-        assert saved(run_dir)[-1] == f"step_{last:08d}" and len(saved(run_dir)) == min(attempt, TWO.checkpoint.keep)
-        assert f"stopped after step {last} by {name} to rank {rank} on " in status["error"]
+        saved = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+        assert saved[-1] == f"step_{last:08d}" and len(saved) == min(number, TWO.checkpoint.keep)
+        assert set(reasons) == {status["error"]}
+        assert f"stopped after step {last} by {sent.name} to rank {rank} on " in status["error"]
         assert status["error"].endswith(f"goes on from {run_dir}/checkpoints/step_{last:08d}")
-        assert not list(run_dir.glob("failure-*"))
     assert last < TWO.train.steps
-    results = start(run_dir, 2)
-    assert [code for code, _ in results] == [0, 0] and f"continues after step {last}" in results[0][1]
+    assert ranks(2, attempt, str(run_dir), to_dict(TWO), 0, "", 0, 0) == ["", ""]
     assert course(run_dir) == course(whole) and [row["step"] for row in rows(run_dir)] == [1, 2, 3, 4, 5, 6]
     assert max(row["attempt"] for row in rows(run_dir)) == 3
 
 
-def test_a_signal_in_the_last_step_does_not_keep_the_run_from_being_done(tmp_path):
-    run_dir = freeze(tmp_path / "run", RUN)
-    edit = SIGNALLED.format(rank=0, function="forward_backward", signal="SIGUSR2", nth=6).replace("RANK_HERE", "0")
-    ((code, output),) = start(run_dir, edit=edit)
-    assert code == 0, output
-    assert (run_dir / "result.json").exists() and not (run_dir / "checkpoints").exists()
+def test_a_signal_in_the_last_step_does_not_keep_the_run_from_being_done(ranks, tmp_path):
+    assert ranks(1, attempt, str(tmp_path), to_dict(RUN), 0, "forward_backward", signal.SIGUSR2, 6) == [""]
+    assert (tmp_path / "result.json").exists() and not (tmp_path / "checkpoints").exists()
 
 
-def test_balanced_weights_are_not_saved_and_an_error_after_the_signal_is_no_failure(tmp_path):
+def test_balanced_weights_are_not_saved(ranks, tmp_path):
     run = dataclasses.replace(RUN, model=dataclasses.replace(MODEL, routing="balanced"))
-    run_dir = freeze(tmp_path / "balanced", run)
-    ((code, _),) = start(run_dir, edit=SIGNALLED.format(rank=0, function="update", signal="SIGTERM", nth=1))
-    assert code == PREEMPTED and not (run_dir / "checkpoints").exists()
-    error = json.loads((run_dir / "status.json").read_text())["error"]
-    assert "goes on from its start: there is no complete checkpoint" in error
-    # What signals the ranks signals their helpers, a compiler's say, and the ranks then fail for want of them.
-    broken = "\nt.evaluation_is_due = lambda *a: 1 / 0"
-    run_dir = freeze(tmp_path / "broken", RUN)
-    edit = SIGNALLED.format(rank=0, function="update", signal="SIGTERM", nth=1) + broken
+    (reason,) = ranks(1, attempt, str(tmp_path), to_dict(run), 0, "update", signal.SIGTERM, 1)
+    assert not (tmp_path / "checkpoints").exists()
+    assert "goes on from its start: there is no complete checkpoint" in reason
+
+
+def test_the_process_ends_with_a_code_of_its_own_even_if_an_error_follows_the_signal(tmp_path):
+    """What signals the ranks signals their helpers, a compiler's say, and the ranks then fail for want of them."""
+    send = "import os, signal, time, trainer.train as t\nsend = lambda *a: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.3))\n"
+    run_dir = freeze(tmp_path / "saved", RUN)
+    edit = send + "build = t.build\nt.build = lambda *a: (send(), build(*a))[1]"
     ((code, output),) = start(run_dir, edit=edit)
+    assert code == PREEMPTED and f"goes on from {run_dir}/checkpoints/step_0000000" in output
+    run_dir = freeze(tmp_path / "broken", RUN)
+    ((code, output),) = start(run_dir, edit=send + "t.build = lambda *a: (send(), 1 / 0)")
     assert code == PREEMPTED and "ZeroDivisionError" in output and not list(run_dir.glob("failure-*"))
     assert "the run goes on from its start" in output
 

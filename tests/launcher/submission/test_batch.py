@@ -232,7 +232,9 @@ def test_the_signal_before_the_limit_is_passed_on_where_this_process_gets_it(sup
             time.sleep(0.02)
         process.send_signal(signal.SIGUSR2)
 
-    _, path = supervise("trap 'touch $RUN/passed_on; exit 75' USR2; touch $RUN/ready; sleep 5 & wait", meanwhile=warn)
+    _, path = supervise(
+        "trap 'touch $RUN/passed_on; exit 75' USR2; touch $RUN/ready; while true; do sleep 0.1; done", meanwhile=warn
+    )
     assert (path / "passed_on").exists()
 
 
