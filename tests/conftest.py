@@ -13,15 +13,19 @@ import pytest
 
 from tests.fake_slurm import FakeSlurm
 
+# Ranks fork from a process that has imported torch and the trainer already (and Dynamo, which FSDP2 imports).
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["torch", "torch._dynamo", "trainer.__main__"])
 
-def _rank_main(function, arguments, rank, world_size, store_file, results):
+
+def _rank_main(function, arguments, rank, world_size, port, results):
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     try:
-        store = dist.FileStore(store_file, world_size)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         # Pickled here: tensors sent as such share memory with this process, which may end before they are read.
         results.put((rank, pickle.dumps(function(*arguments)), None))
@@ -33,27 +37,18 @@ def _rank_main(function, arguments, rank, world_size, store_file, results):
             dist.destroy_process_group()
 
 
-@pytest.fixture(scope="session")
-def _forkserver():
-    """Ranks fork from a process that has imported torch and the trainer already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "trainer.build", "trainer.data", "trainer.step"])
-    return context
-
-
 @pytest.fixture
-def ranks(_forkserver, tmp_path) -> Callable[..., list[Any]]:
+def ranks() -> Callable[..., list[Any]]:
     """`ranks(n, function, *arguments)` runs a module-level function on n gloo ranks; returns their results in order."""
-    count = 0
 
     def run(world_size: int, function: Callable, *arguments: Any, timeout_s: float = 120) -> list[Any]:
-        nonlocal count
-        count += 1
-        results = _forkserver.Queue()
-        store_file = str(tmp_path / f"store{count}")
+        from torch.distributed import TCPStore
+
+        results = FORKSERVER.Queue()
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a file of 32 ranks is slow
         processes = [
-            _forkserver.Process(
-                target=_rank_main, args=(function, arguments, rank, world_size, store_file, results), daemon=True
+            FORKSERVER.Process(
+                target=_rank_main, args=(function, arguments, rank, world_size, store.port, results), daemon=True
             )
             for rank in range(world_size)
         ]

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import tempfile
+from pathlib import Path
 
+from tests.conftest import FORKSERVER
 from trainer.config import (
     AcConfig,
     ClusterConfig,
@@ -42,6 +44,7 @@ RUN = RunConfig(
 TWO = dataclasses.replace(
     RUN, parallelism=ParallelismConfig(name="auto", nodes=1, gpus_per_node=2, dp_replicate=1, dp_shard=2, ep=2)
 )
+NEW = multiprocessing.get_context("spawn")
 # A GPU image may have none of them; the trainer has to run all the same.
 BLOCKED = "import sys; sys.modules.update(dict.fromkeys(['hydra', 'omegaconf', 'submitit', 'wandb', 'launcher']))"
 
@@ -52,38 +55,45 @@ def freeze(run_dir, run):
     return run_dir
 
 
-def begin(run_dir, world=1, edit=""):
-    """Start the trainer's processes, one per rank; RANK_HERE in `edit` is the rank."""
+def start(run_dir, world=1, edit="", timeout_s=120, fresh=False):
+    """Run the trainer's processes to their ends, one per rank; returns their exit codes and what they said.
+
+    edit: code that runs before, with RANK_HERE for the rank. fresh: new interpreters, which have imported nothing.
+    """
     code = f"{BLOCKED}\nfrom pathlib import Path\nfrom trainer.__main__ import main\n{edit}\nsys.exit(main(Path({str(run_dir)!r})))"
-    processes = []
     port = str(20000 + os.getpid() % 10000 + world)
-    for rank in range(world):
-        variables = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": world,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | {name: str(v) for name, v in variables.items()}
-        if world == 1:
-            environment = {name: v for name, v in environment.items() if name not in variables}
-        command = [sys.executable, "-c", code.replace("RANK_HERE", str(rank))]
-        processes.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    return processes
+    with tempfile.TemporaryDirectory() as logs:
+        processes = []
+        for rank in range(world):
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": world,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            variables = {name: str(value) for name, value in place.items()} if world > 1 else {}
+            arguments = (code.replace("RANK_HERE", str(rank)), variables, f"{logs}/{rank}")
+            process = (NEW if fresh else FORKSERVER).Process(target=_run, args=arguments, daemon=True)
+            process.start()
+            processes.append(process)
+        try:
+            for process in processes:
+                process.join(timeout_s)
+            return [(process.exitcode, Path(logs, str(rank)).read_text()) for rank, process in enumerate(processes)]
+        finally:
+            for process in processes:
+                process.kill()
 
 
-def end(processes, timeout_s=120):
-    """Every process's exit code and output."""
-    outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
-    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+def _run(code, variables, log):
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    os.environ.update(variables, OMP_NUM_THREADS="1")
+    import torch
 
-
-def start(run_dir, world=1, edit="", timeout_s=120):
-    """Run the trainer to its end."""
-    return end(begin(run_dir, world, edit), timeout_s)
+    torch.set_num_threads(1)
+    exec(code, {})  # noqa: S102 (the test wrote it)
 
 
 def rows(run_dir):

@@ -17,7 +17,7 @@ def finished(tmp_path_factory):
     """A run of six steps with a checkpoint every two, in one process without hydra, submitit and wandb."""
     run = dataclasses.replace(RUN, checkpoint=CheckpointConfig(every_steps=2, keep=2))
     run_dir = freeze(tmp_path_factory.mktemp("runs") / "tiny-0123456789", run)
-    ((code, output),) = start(run_dir)
+    ((code, output),) = start(run_dir, fresh=True)
     assert code == 0, output
     return run_dir
 
