@@ -8,9 +8,10 @@ from dataclasses import fields
 
 from launcher.job_script import container_mounts
 from launcher.problem import Problem, problem
-from trainer.config import ClusterConfig, RunConfig
+from trainer.config import ClusterConfig, RunConfig, looks_secret
 
-ANYWHERE = ("name", "device", "env", "grace_s", "time_limit_min", "setup")  # the others mean something to SLURM only
+# The others mean something to SLURM only.
+ANYWHERE = ("name", "device", "env", "grace_s", "time_limit_min", "setup", "node_check", "node_check_min_share")
 MAIL_TYPES = ("NONE", "BEGIN", "END", "FAIL", "REQUEUE", "ALL", "INVALID_DEPEND", "STAGE_OUT", "TIME_LIMIT")
 MAIL_TYPES += ("TIME_LIMIT_90", "TIME_LIMIT_80", "TIME_LIMIT_50", "ARRAY_TASKS")
 # What the launcher writes itself, by option; the key that it comes from, or why it is not for the user to set.
@@ -42,6 +43,9 @@ _SHORT = {"p": "partition", "A": "account", "q": "qos", "C": "constraint"}
 def check_cluster(config: RunConfig) -> Iterator[Problem]:
     """Every broken rule of the group."""
     cluster = config.cluster
+    yield from _secrets(config)
+    if not 0 < cluster.node_check_min_share < 1:
+        yield problem(config, ["cluster.node_check_min_share"], "is a share of the median, between 0 and 1", "0.8")
     if cluster.name == "local":
         plain = ClusterConfig()
         names = [field.name for field in fields(cluster) if field.name not in ANYWHERE]
@@ -53,6 +57,14 @@ def check_cluster(config: RunConfig) -> Iterator[Problem]:
     yield from _container(config)
     yield from _mail(config)
     yield from _arguments(config)
+
+
+def _secrets(config: RunConfig) -> Iterator[Problem]:
+    """run.json, the job script and W&B would show them to everybody."""
+    for name in sorted(filter(looks_secret, config.cluster.env)):
+        message = "looks like a secret, which run.json, the job script and W&B would show"
+        cure = "export it in the shell that submits, which hands it on, or read it from a file in cluster.setup"
+        yield Problem((f"cluster.env.{name}",), ("<set>",), message, (cure,))
 
 
 def _memory(config: RunConfig) -> Iterator[Problem]:

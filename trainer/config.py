@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -187,6 +188,8 @@ class ClusterConfig:
     grace_s: float = 60.0  # from a signal to stop to the end of an optimizer step, or the rank leaves without a save
     signal_before_s: int = 300  # SIGUSR2 so long before the time limit: a step and a save; at most half of the limit
     requeue_limit: int = 20  # how often a run that was asked to stop is started again
+    node_check: bool = False  # before training: measure every device and stop where one is broken or slow
+    node_check_min_share: float = 0.8  # of the median, under which a device is slow
     time_limit_min: int = 1440
     cpus_per_task: int = 0
     partition: str = ""
@@ -274,6 +277,11 @@ def from_dict(data: dict[str, Any], cls: type = RunConfig, path: str = "") -> An
 def to_dict(config: Any) -> dict[str, Any]:
     """The config as plain containers, ready for JSON and for W&B."""
     return dataclasses.asdict(config)
+
+
+def looks_secret(name: str) -> bool:
+    """Whether the value of an environment variable of this name belongs into no file and no log."""
+    return re.search(r"(KEY|TOKEN|SECRET|PASS(WORD|WD)?|CREDENTIAL|AUTH)S?(_|$)", name.upper()) is not None
 
 
 def canonical_json(data: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from trainer.failure import StallWatch, write_failure
 from trainer.kernels.capability import fastest_attention
 from trainer.metrics.mark import Mark
 from trainer.metrics.report import Report
+from trainer.node_check import check_nodes
 from trainer.optim.schedule import learning_rate
 from trainer.parallel.mesh import Mesh
 from trainer.state import TrainState
@@ -57,13 +58,14 @@ def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str, stop: StopR
     watch = StallWatch(config.train.stall_timeout_s, partial(write_failure, run_dir, mesh.rank))
     resumed = store.newest(run_dir, mesh)
     with Report(config, run_dir, mesh, resumed) as report, fastest_attention():
+        checked = check_nodes(config.cluster.node_check_min_share, mesh) if config.cluster.node_check else {}
         store.refuse_balanced(config)
         data = build_data(config, mesh.rank, mesh.world_size)
         model, optimizer, chosen = build(config, mesh)
         state = TrainState(model, optimizer, data)
         if resumed:
             store.load(run_dir, resumed, state, config, mesh)
-        report.start(state, [f"run.json {digest}", *chosen, *optimizer.describe(), *data.describe()])
+        report.start(state, [f"run.json {digest}", *chosen, *optimizer.describe(), *data.describe()], checked)
         while state.step < config.train.steps:
             watch.progress(state.step)
             marks = [Mark(mesh.device)]  # evaluation, saving and what the device did meanwhile are no part of a step

@@ -29,6 +29,9 @@ BROKEN = [
     (["cluster.srun_args=[--output=x]"], ["cluster.srun_args"], "set by the launcher"),
     (["cluster.srun_args=[-K0]"], ["cluster.srun_args"], "set by the launcher"),
     (["cluster.srun_args=[--kill-on-bad-exit=0]"], ["cluster.srun_args"], "set by the launcher"),
+    (["cluster.node_check_min_share=1.5"], ["cluster.node_check_min_share"], "share of the median"),
+    (["cluster.env.WANDB_API_KEY=hush"], ["cluster.env.WANDB_API_KEY"], "export it in the shell that submits"),
+    (["cluster.env.AWS_SECRET=hush"], ["cluster.env.AWS_SECRET"], "AWS_SECRET=<set>: looks like a secret"),
     (["cluster.array_parallelism=-1"], ["cluster.array_parallelism"], "0 or more"),
 ]
 

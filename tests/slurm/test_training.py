@@ -16,7 +16,7 @@ MESSAGES = [{"role": "user", "content": "What is a node?"}, {"role": "assistant"
 
 def test_32_ranks_with_fsdp_32_and_ep_8_train_and_report(command, wait_for):
     layout = ["parallelism=fsdp_ep", "parallelism.nodes=4", "parallelism.gpus_per_node=8", "parallelism.ep=8"]
-    small = ["train.steps=3", "data.seq_len=64", "model.num_hidden_layers=2"]
+    small = ["train.steps=3", "data.seq_len=64", "model.num_hidden_layers=2", "cluster.node_check=true"]
     done = command("launcher", *CLUSTER, *layout, *small, "launch.json=true")
     assert done.returncode == 0, done.stderr
     run = Path(json.loads(done.stdout)["path"])
@@ -27,6 +27,11 @@ def test_32_ranks_with_fsdp_32_and_ep_8_train_and_report(command, wait_for):
     plan = status.read_json(run / "plan.json")
     assert (plan["axes"]["dp_shard"], plan["axes"]["ep"], plan["axes"]["efsdp"]) == (32, 8, 4)
     assert len(list((run / "logs" / "attempt_1").glob("rank_*.log"))) == 32
+    environment = status.read_json(run / "environment.json")
+    assert (environment["node_check"]["devices"], environment["node_check"]["hosts"]) == (32, 4)
+    assert len(set(environment["hosts"])) == len(environment["nodes"]) == 4 and len(environment["hosts"]) == 32
+    assert environment["slurm"]["job_id"] == status.read_json(run / "job.json")["job_id"]
+    print(json.dumps(environment["node_check"]))
     shown = command("multirun", "results", str(run))
     assert "done" in shown.stdout and "loss" in shown.stdout
     again = command("launcher", *CLUSTER, *layout, *small)

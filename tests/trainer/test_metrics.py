@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +25,16 @@ from trainer.config import (
     TrainConfig,
 )
 from trainer.flops import flops_per_token
-from trainer.metrics.environment import device_name, driver_version, environment, host_memory_gib, peak_memory_gib
+from trainer.metrics.environment import (
+    cluster_environment,
+    device_name,
+    driver_version,
+    environment,
+    host_memory_gib,
+    peak_memory_gib,
+    relevant_variables,
+    slurm_ids,
+)
 from trainer.metrics.files import read_rows
 from trainer.metrics.peak import resolve_peak
 from trainer.metrics.rates import build_result, rates
@@ -175,12 +185,52 @@ def test_measured_peak_is_below_the_published_one():
 
 
 def test_environment_is_plain_and_names_what_ran():
-    found = json.loads(json.dumps(environment(hosts=["a", "b"]), allow_nan=False))
-    assert found["torch"] == torch.__version__ and found["hosts"] == ["a", "b"]
+    found = json.loads(json.dumps(environment(), allow_nan=False))
+    assert found["torch"] == torch.__version__ and found["host"] == socket.gethostname()
     assert found["packages"]["numpy"] and found["cpu_count"] >= 1
     assert len(found["gpus"]) == torch.cuda.device_count()
     assert 0.01 < host_memory_gib() < 1000
     assert peak_memory_gib(torch.device("cpu")) == {}
+
+
+def test_a_cluster_is_described_node_by_node_and_differences_are_named():
+    gpus = {"old": [{"name": "NVIDIA H100"}] * 2, "new": [{"name": "NVIDIA H200"}] * 2}
+    ranks = [
+        {"host": host, "torch": "2.13.0", "driver": driver, "gpus": gpus[kind], "variables": {"A": host}}
+        for host, driver, kind in [("n0", "570", "new")] * 2 + [("n1", "570", "old")] * 2 + [("n2", "560", "new")] * 2
+    ]
+    ranks[2]["topology"] = ["GPU0 GPU1"]
+    found, differences = cluster_environment(ranks)
+    assert found["hosts"] == ["n0", "n0", "n1", "n1", "n2", "n2"] and found["variables"] == {"A": "n0"}
+    assert list(found["nodes"]) == ["n0", "n1", "n2"] and found["nodes"]["n1"]["topology"] == ["GPU0 GPU1"]
+    assert differences == [
+        "warning: nodes differ in driver: 570 on n0, n1; 560 on n2",
+        "warning: nodes differ in gpus: NVIDIA H200 on n0, n2; NVIDIA H100 on n1",
+    ]
+    assert cluster_environment(ranks[:2])[1] == []
+
+
+def test_variables_that_matter_are_kept_and_secrets_are_not():
+    variables = {
+        "NCCL_DEBUG": "INFO",
+        "WANDB_API_KEY": "hush",
+        "HF_TOKEN": "hush",
+        "WANDB_SECRETS": "hush",
+        "UCX_AUTH": "hush",
+        "MASTER_PASSWORD": "hush",
+        "https_proxy": "http://me:hush@proxy:3128/x",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HOME": "/home/me",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[0-3]",
+        "SLURM_RESTART_COUNT": "",
+    }
+    found = relevant_variables(variables)
+    assert "hush" not in json.dumps(found) and "HOME" not in found
+    assert found["WANDB_API_KEY"] == found["HF_TOKEN"] == found["UCX_AUTH"] == found["MASTER_PASSWORD"] == "<set>"
+    assert (found["NCCL_DEBUG"], found["TOKENIZERS_PARALLELISM"]) == ("INFO", "false")
+    assert found["https_proxy"] == "http://***@proxy:3128/x"
+    assert slurm_ids(variables) == {"job_id": "7", "job_nodelist": "n[0-3]"}
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,8 @@ def test_the_mfu_of_a_trained_run_is_in_its_offline_file(run_dir):
         cluster=ClusterConfig(name="local", device="cpu"),
     )
     (run_dir / "run.json").write_text(json.dumps(to_dict(config)))
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    secrets = {"HF_TOKEN": "hf_hush-hush-hush", "WANDB_API_KEY": "0bada55c0ffee" * 4, "NCCL_API_KEY": "hush-hush-hush"}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "NCCL_DEBUG": "WARN", **secrets}
     command = [sys.executable, "-m", "trainer", str(run_dir)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -144,6 +145,9 @@ def test_the_mfu_of_a_trained_run_is_in_its_offline_file(run_dir):
     result = json.loads((run_dir / "result.json").read_text())
     assert summary["result/mfu"] == result["mfu"] > 0
     assert result["peak_source"] == "benchmark.peak_flops=1e12"
+    assert '"NCCL_DEBUG": "WARN"' in json.dumps(records["config"]).replace("\\", "")  # what it ran on is in its config
+    written = [path.read_bytes() for path in run_dir.rglob("*") if path.is_file()]
+    assert not [name for name, value in secrets.items() if any(value.encode() in content for content in written)]
 
 
 KILLED = """

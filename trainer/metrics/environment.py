@@ -10,23 +10,34 @@ import resource
 import shutil
 import socket
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainer.config import looks_secret
 from trainer.metrics.files import known
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tiktoken", "wandb", "submitit", "hydra-core")
 
+NODE = ("gpus", "topology", "driver", "cuda", "cudnn", "nccl", "torch", "python", "os", "cpu_count")
+SAME_EVERYWHERE = ("torch", "cuda", "cudnn", "nccl", "driver", "python", "gpus")
+SLURM = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "JOB_NODELIST", "JOB_PARTITION", "JOB_ACCOUNT", "JOB_QOS")
+SLURM += ("RESTART_COUNT", "CLUSTER_NAME", "CPUS_PER_TASK", "NTASKS", "NNODES")
+PREFIXES = ("NCCL_", "TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "OMP_", "MKL_", "KMP_", "HF_", "WANDB_", "UCX_", "FI_")
+PREFIXES += ("GLOO_", "TRITON_", "MASTER_", "MOE_LAUNCHER_", "NVIDIA_", "TOKENIZERS_")
+NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "HTTP_PROXY", "HTTPS_PROXY")
+NAMES += ("http_proxy", "https_proxy", "NO_PROXY", "no_proxy")
+SECRET_VALUE = "<set>"
 
-def environment(hosts: list[str] | None = None) -> dict[str, Any]:
-    """What environment.json holds; what cannot be found out is absent. `hosts`: of all ranks, in their order."""
+
+def environment() -> dict[str, Any]:
+    """What this process runs on; what cannot be found out is absent. Values that look secret are left out."""
     cuda = torch.cuda.is_available()
     return known(
         {
-            "host": socket.gethostname(),
-            "hosts": hosts,
+            "host": host_name(),
             "os": platform.platform(),
             "cpu_count": os.cpu_count(),
             "python": platform.python_version(),
@@ -37,10 +48,55 @@ def environment(hosts: list[str] | None = None) -> dict[str, Any]:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
             "driver": driver_version(),
             "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if cuda else [],
-            "topology": _topology() if cuda else None,
+            "topology": _topology() if cuda and os.environ.get("LOCAL_RANK", "0") == "0" else None,
             "packages": {name: version for name in PACKAGES if (version := _version(name))},
+            "slurm": slurm_ids(os.environ) or None,
+            "variables": relevant_variables(os.environ),
         }
     )
+
+
+def cluster_environment(every_rank: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """environment.json of a run, from every rank's environment in their order, and in words in what its nodes differ.
+
+    It is rank 0's, with the hosts of all ranks, and every node's GPUs, topology and versions.
+    """
+    nodes: dict[str, dict[str, Any]] = {}
+    for rank in every_rank:
+        nodes.setdefault(rank["host"], {key: rank[key] for key in NODE if key in rank})
+    whole = every_rank[0] | {"hosts": [rank["host"] for rank in every_rank], "nodes": nodes}
+    differences = []
+    for key in SAME_EVERYWHERE:
+        values: dict[str, list[str]] = {}
+        for host, node in nodes.items():
+            values.setdefault(_short(node.get(key)), []).append(host)
+        if len(values) > 1:
+            shown = "; ".join(f"{value} on {', '.join(hosts[:4])}" for value, hosts in values.items())
+            differences.append(f"warning: nodes differ in {key}: {shown}")
+    return whole, differences
+
+
+def _short(value: Any) -> str:
+    """A value for a line of the log; GPUs by their names."""
+    return ", ".join(sorted({gpu["name"] for gpu in value})) if isinstance(value, list) else str(value)
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+def slurm_ids(variables: Mapping[str, str]) -> dict[str, str]:
+    """Which job this is, by SLURM's own names in lower case."""
+    return {name.lower(): variables[f"SLURM_{name}"] for name in SLURM if variables.get(f"SLURM_{name}")}
+
+
+def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables that change how a run behaves; secrets are only said to be set."""
+    return {
+        name: SECRET_VALUE if looks_secret(name) else re.sub(r"//[^/@\s]+@", "//***@", value)
+        for name, value in sorted(variables.items())
+        if name.startswith(PREFIXES) or name in NAMES
+    }
 
 
 def device_name(device: torch.device) -> str:

@@ -67,6 +67,7 @@ class Recorder:
         """The model is built and the first step begins."""
         if self._writes:
             write_json(self._dir / "environment.json", environment)
+            self._wandb.describe(environment)
             self._update_status(state="running")
 
     def row(self, step: int, values: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from trainer.compile import graph_breaks
 from trainer.config import RunConfig
 from trainer.flops import flops_at_length, flops_per_token
-from trainer.metrics.environment import device_name, environment, host_memory_gib, peak_memory_gib
+from trainer.metrics.environment import cluster_environment, device_name, environment, host_memory_gib, peak_memory_gib
 from trainer.metrics.files import read_rows
 from trainer.metrics.mark import Mark
 from trainer.metrics.peak import resolve_peak
@@ -64,13 +64,13 @@ class Report:
             else:
                 self._recorder.finish("failed", error=f"{kind.__name__}: {error}")
 
-    def start(self, state: TrainState, lines: list[str]) -> None:
-        """The first step begins; `lines` say what was built. All ranks call it."""
+    def start(self, state: TrainState, lines: list[str], checked: dict[str, Any] | None = None) -> None:
+        """The first step begins; `lines` say what was built, `checked` how well the nodes are. All ranks call it."""
         self._peak, self._peak_source = resolve_peak(self._config.benchmark.peak_flops, self._name, self._mesh.device)
-        information = environment()
-        information["hosts"] = self._mesh.gather(information["host"])
-        self._recorder.start(information)
+        information, differences = cluster_environment(self._mesh.gather(environment()))
+        self._recorder.start(information | ({"node_check": checked} if checked else {}))
         if self._mesh.rank == 0:
+            lines = [*differences, *lines]
             peak = f"{self._peak:.4g} FLOP/s, {self._peak_source}" if self._peak else f"no MFU: {self._peak_source}"
             begin = [f"continues after step {state.step}"] if state.step else []
             print(*lines, *begin, f"device: {self._name}; {peak}", sep="\n", flush=True)

@@ -60,6 +60,12 @@ class WandbRun:
             self._run = None
             self._warn(f"W&B {what} failed ({type(error).__name__}: {error}); metrics.jsonl holds every row")
 
+    def describe(self, environment: dict[str, Any]) -> None:
+        """Add what the run runs on to its configuration."""
+        if self._run is not None:
+            given = {"environment": environment}
+            self._guarded("config", lambda: self._run.config.update(given, allow_val_change=True))
+
     def log(self, row: dict[str, Any]) -> None:
         """Copy one row. W&B's own step counter restarts or is renumbered on a resumed run, so the step is a metric."""
         if self._run is not None:
