@@ -25,6 +25,7 @@ LOCK = ".supervisor.lock"  # held by launcher.local for as long as it lives: no 
 _START_S = 15.0  # within it a submitted job may not hold its lock yet
 _TAIL_BYTES = 65536
 _RECENT = 10  # steps whose mean time says how long the rest will take
+_KILLED_S = 60.0  # without a heartbeat, and queued again: it was killed before it could say more
 _SILENT_S = 300.0  # a heartbeat older than this is worth a word
 
 
@@ -215,8 +216,11 @@ def _on_slurm(run_dir: Path, state: str, job: slurm.Job | None, heartbeat_age_s:
     if job is None:
         return _silent(heartbeat_age_s) if state not in FINAL else {}
     if job.is_waiting:
+        has_begun = state in ("starting", "running")
+        if has_begun and heartbeat_age_s is not None and heartbeat_age_s < _KILLED_S:
+            return {}  # since SLURM was asked
         words = {"waits": job.reason or "not looked at yet", "expected_start": job.start or None}
-        if state in (*REQUEUED, "starting", "running"):  # the last two: it was killed before it could say more
+        if has_begun or state in REQUEUED:
             return words | {"state": "preempted", "reason": "stopped by SLURM, which will start it again"}
         return words | {"state": "queued"}
     if not job.has_ended:

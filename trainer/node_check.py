@@ -1,8 +1,8 @@
 """Before training: does every device compute and communicate right, and as fast as the others?
 
 A slow device holds up all of them in every step, and a broken one spoils the weights. Each speed is the best of several
-repetitions after a warm-up. On CPUs only products and copies are compared, by the time of the thread itself: ranks that
-share cores would else be called slow for waiting.
+repetitions after a warm-up. On CPUs only products and copies are compared, by the time of the thread itself, and the ranks
+of a node take turns: they share cores and caches, and would else be called slow for each other.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ COMPARED = {
     "cpu": ("gemm_tflops", "copy_gib_per_s"),
 }
 REPETITIONS = 8
+OF_CPU = 60  # of its products and copies: among many short ones some are undisturbed
 
 
 class NodeCheckError(RuntimeError):
@@ -57,7 +58,10 @@ def check_nodes(min_share: float, mesh: Mesh) -> dict[str, Any]:
     ranks_of = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in hosts}
     own = ranks_of[hosts[mesh.rank]]
     found = Measured(mesh.rank, hosts[mesh.rank], own.index(mesh.rank), device_name(mesh.device))
-    measure_device(found, mesh.device)
+    for turn in range(max(map(len, ranks_of.values())) if mesh.device.type == "cpu" else 1):
+        if mesh.device.type != "cpu" or turn == found.index:
+            measure_device(found, mesh.device)
+        dist.barrier()
     measure_links(found, mesh.device, list(ranks_of.values()), own)
     table = mesh.gather(found)
     compared = COMPARED[mesh.device.type]
@@ -116,19 +120,20 @@ def measure_device(found: Measured, device: torch.device) -> None:
     threads = torch.get_num_threads()
     if not on_gpu:
         torch.set_num_threads(1)  # the clock is this thread's
-    size, rows, copied = (8192, 20, GIB) if on_gpu else (384, 1, 2**25)
+    size, rows, copied = (8192, 20, GIB) if on_gpu else (256, 1, 2**22)  # on a CPU shorter than a time slice
     # Few entries, all -1 or 1: sums stay under 256, which bf16 holds exactly.
     a, b = (_signs(size, device, torch.bfloat16 if on_gpu else torch.float32) for _ in range(2))
     product = multiply(a, b)
     probe = _signs(size, device, torch.float32, share=1.0)[:, :1]
     if not torch.equal(product.float() @ probe, a.float() @ (b.float() @ probe)):
         found.wrong.append(f"a product of two {size} x {size} matrices is not what it must be")
-    seconds = best_s(lambda: [multiply(a, b) for _ in range(rows)], device, time.thread_time)
+    clock = {} if on_gpu else {"clock": time.thread_time, "repetitions": OF_CPU}
+    seconds = best_s(lambda: [multiply(a, b) for _ in range(rows)], device, **clock)
     found.speeds["gemm_tflops"] = 2e-12 * size**3 * rows / seconds
 
     source = torch.randint(0, 256, (copied,), device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
-    found.speeds["copy_gib_per_s"] = copied / GIB / best_s(lambda: target.copy_(source), device, time.thread_time)
+    found.speeds["copy_gib_per_s"] = copied / GIB / best_s(lambda: target.copy_(source), device, **clock)
     if not torch.equal(source, target):
         found.wrong.append("a copy in its memory differs from what was copied")
     if on_gpu:
@@ -168,10 +173,15 @@ def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b
 
 
-def best_s(action: Callable[[], Any], device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+def best_s(
+    action: Callable[[], Any],
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+    repetitions: int = REPETITIONS,
+) -> float:
     """Least seconds of several repetitions, by the GPU's own clock or, on a CPU, by `clock`."""
     seconds = []
-    for _ in range(REPETITIONS):
+    for _ in range(repetitions):
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

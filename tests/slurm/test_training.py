@@ -16,7 +16,8 @@ MESSAGES = [{"role": "user", "content": "What is a node?"}, {"role": "assistant"
 
 def test_32_ranks_with_fsdp_32_and_ep_8_train_and_report(command, wait_for):
     layout = ["parallelism=fsdp_ep", "parallelism.nodes=4", "parallelism.gpus_per_node=8", "parallelism.ep=8"]
-    small = ["train.steps=3", "data.seq_len=64", "model.num_hidden_layers=2", "cluster.node_check=true"]
+    small = ["train.steps=3", "data.seq_len=64", "model.num_hidden_layers=2"]
+    small += ["cluster.node_check=true", "cluster.node_check_min_share=0.3"]  # four nodes share a few cores here
     done = command("launcher", *CLUSTER, *layout, *small, "launch.json=true")
     assert done.returncode == 0, done.stderr
     run = Path(json.loads(done.stdout)["path"])

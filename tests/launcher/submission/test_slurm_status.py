@@ -88,6 +88,12 @@ def test_a_run_that_slurm_has_forgotten_is_lost_unless_the_database_knows(on_slu
     assert status.describe(run)["reason"] == "SLURM says NODE_FAIL"
 
 
+def test_an_answer_from_before_its_start_does_not_make_a_run_preempted(on_slurm, fake_slurm):
+    fake_slurm.says("12|PENDING|None|N/A")
+    assert status.describe(on_slurm(state="starting", heartbeat=time.time() - 5))["state"] == "starting"
+    assert status.describe(on_slurm(state="running", heartbeat=time.time() - 90))["state"] == "preempted"
+
+
 def test_without_slurm_the_heartbeat_is_all_there_is(on_slurm, fake_slurm):
     fake_slurm.says()
     now = status.describe(on_slurm(state="running", heartbeat=time.time() - 900))
