@@ -219,16 +219,22 @@ def why_stopped(run_dir: Path, running_s: float, limit_min: int) -> dict[str, An
     """State and reason of a run to which SLURM has sent SIGTERM, or that has a cancel marker; empty: it may run on."""
     if (run_dir / status.CANCEL).exists():
         return {"state": "cancelled", "error": "stopped on request"}
-    job_id = os.environ["SLURM_JOB_ID"]
-    if slurm.restarts(job_id) > restarts_before():
+    if slurm.restarts(os.environ["SLURM_JOB_ID"]) > restarts_before():
         why = "stopped by SLURM, which starts it again (preemption, requeue or a failed node)"
         return {"state": "preempted", "error": why, "requeued": True}
     if running_s > 60 * limit_min - _LIMIT_SLACK_S:
         return {"state": "failed", "error": f"stopped at the time limit, cluster.time_limit_min={limit_min}"}
-    known = slurm.ask([job_id])
-    if known is None or known[job_id].state == "RUNNING":  # the warning before a preemption, for all that is known
+    known = slurm.ask([own_job()])
+    if known is None or known[own_job()].state == "RUNNING":  # the warning before a preemption, for all that is known
         return {}
     return {"state": "cancelled", "error": "stopped by SLURM (scancel or an administrator)"}
+
+
+def own_job() -> str:
+    """This job's id as squeue lists it: 12, or 12_3 in an array."""
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return os.environ["SLURM_JOB_ID"]
 
 
 def restarts_before() -> int:
@@ -308,9 +314,7 @@ def _write_to(path: Path) -> None:
 
 def _note_job(run_dir: Path) -> None:
     """job.json, where the command that submitted this job was killed before it wrote one."""
-    job_id = os.environ["SLURM_JOB_ID"]
-    if "SLURM_ARRAY_JOB_ID" in os.environ:
-        job_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    job_id = own_job()
     job = {"path": str(run_dir), "job_id": job_id, "cluster": "slurm", "host": socket.gethostname()}
     known = status.read_json(run_dir / "job.json")
     if known.get("job_id") != job_id:

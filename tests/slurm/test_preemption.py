@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from launcher import status
+from tests.slurm.conftest import ROOT
 from tests.trainer.test_metrics_wandb import history, read_back
 
 pytestmark = pytest.mark.timeout(900)
@@ -38,9 +40,13 @@ def test_a_run_that_is_interrupted_in_every_way_takes_the_course_of_one_that_is_
     alone = command("launcher", *small, "logging.wandb=disabled", "launch.wait=true", "launch.json=true")
     assert alone.returncode == 0, alone.stderr
     whole = json.loads(alone.stdout)
-    # Another time limit, another run directory: where it runs is no part of what it is.
-    started = command("launcher", *small, "launch.runs_dir=other", "launch.json=true")
-    run = Path(json.loads(started.stdout)["path"])
+    # Another run directory, and a command that stays: where a run goes is no part of what it is.
+    waiting = subprocess.Popen(
+        [sys.executable, "-m", "launcher", *small, "launch.runs_dir=other", "launch.wait=true"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(lambda: list(tmp_path.glob("other/*/*/job.json")), 60)
+    (run,) = (path.parent for path in tmp_path.glob("other/*/*/job.json"))
     job_id = status.read_json(run / "job.json")["job_id"]
 
     def has_run(attempt: int, steps: int) -> None:
@@ -94,8 +100,9 @@ def test_a_run_that_is_interrupted_in_every_way_takes_the_course_of_one_that_is_
     subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], check=False, capture_output=True)
 
     assert command("multirun", "logs", str(run)).returncode == 0
+    said, _ = waiting.communicate(timeout=300)
+    assert waiting.returncode == 0 and "preempted" in said and f"step {STEPS}/{STEPS}" in said, said
     for path in (run, Path(whole["path"])):
-        wait_for(lambda path=path: status.has_ended(status.describe(path)), 240)
         assert status.describe(path)["state"] == "done", status.describe(path)
     assert [row["step"] for row in course(run)] == list(range(1, STEPS + 1)) and steps_of(4)[0] % 10 == 1
     assert course(run) == course(Path(whole["path"]))

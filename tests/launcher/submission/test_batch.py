@@ -153,6 +153,17 @@ def test_a_stopped_job_says_why(supervise, tmp_path, cluster, marker, squeue, af
     assert bool(list(path.glob("failure-*"))) == (state == "failed" and after == FAILED_SINCE)
 
 
+@pytest.mark.parametrize(("squeue", "state"), [("RUNNING", "preempted"), ("COMPLETING", "cancelled")])
+def test_a_job_of_an_array_is_known_by_its_place_in_it(supervise, tmp_path, monkeypatch, squeue, state):
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    says(tmp_path / "bin", "squeue", f"[[ $* == *--jobs=4* ]] && echo '4_1|{squeue}|None|N/A'")
+    says(tmp_path / "bin", "scontrol", "exit 0")
+    _, path = supervise(STOPPED.replace("{after}", SAVED), meanwhile=terminate)
+    assert status.read_json(path / "status.json")["state"] == state
+    assert status.read_json(path / "job.json")["job_id"] == "4_1"
+
+
 def test_a_job_that_slurm_starts_again_is_preempted(supervise, tmp_path):
     says(tmp_path / "bin", "scontrol", "[ $2$4 = job5 ] && echo 'JobState=COMPLETING Restarts=1 x=y'")
     code, path = supervise(STOPPED.replace("{after}", FAILED_SINCE), meanwhile=terminate)
