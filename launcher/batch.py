@@ -16,13 +16,13 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher import slurm, status
-from launcher.job import ATTEMPT_TIME, LEAVE_S, LINE_PORT
+from launcher.job import ATTEMPT_TIME
+from launcher.line import LEAVE_S, PORT, Line
 from launcher.local import exit_words, free_port
 from trainer import config as configuration
 from trainer.checkpoint.directory import surviving
@@ -73,37 +73,6 @@ def parse(line: str) -> tuple[str, list[int], int, str] | None:
     return match["nodes"], ranks, code, words
 
 
-class Line:
-    """A connection to every rank, on which it hears that the run is over: sooner and surer than on a shared disk."""
-
-    def __init__(self):
-        self._server = socket.create_server(("", 0), backlog=4096)
-        self.port = self._server.getsockname()[1]
-        self._ranks: list[socket.socket] = []
-        self._word = b""
-        self._lock = threading.Lock()
-        threading.Thread(target=self._accept, daemon=True, name="line").start()
-
-    def _accept(self) -> None:
-        while True:
-            rank, _ = self._server.accept()
-            with self._lock:
-                self._ranks.append(rank)
-                self._say([rank])
-
-    def end(self, after_s: int) -> None:
-        """Have every rank leave in so many seconds (at most 9), also those that connect later; the first call counts."""
-        with self._lock:
-            if not self._word:
-                self._word = str(after_s).encode()
-                self._say(self._ranks)
-
-    def _say(self, ranks: list[socket.socket]) -> None:
-        for rank in ranks if self._word else ():
-            with suppress(OSError):  # it has left
-                rank.sendall(self._word)
-
-
 class Step:
     """srun and what it says."""
 
@@ -116,7 +85,7 @@ class Step:
         self.was_warned = False  # SIGTERM has come, and why is not known
         self.line = Line()
         self._run_dir = run_dir
-        told = {LINE_PORT: str(self.line.port)}
+        told = {PORT: str(self.line.port)}
         self.process = subprocess.Popen(
             command,
             env=environment | told,

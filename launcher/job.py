@@ -12,9 +12,9 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import closing, suppress
 from pathlib import Path
 
+from launcher import line
 from launcher.environment import threads_per_rank
 from trainer import config as configuration
 from trainer.config import ConfigError
@@ -23,11 +23,8 @@ from trainer.stop import LEFT, StopRequest, is_over, leave
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 1.0
-LEAVE_S = 2  # after another rank has failed: time for a traceback of one's own
-_CONNECT_S = 60.0
 _WHY = "another one has failed, or the run was cancelled"
 ATTEMPT_TIME = "MOE_LAUNCHER_ATTEMPT_TIME"  # seconds since the epoch; set by launcher.batch
-LINE_PORT = "MOE_LAUNCHER_LINE_PORT"  # of launcher.batch, on the first node
 
 
 def die_with_supervisor() -> None:
@@ -49,24 +46,15 @@ def leave_with_the_others(run_dir: Path, rank: int, begun_s: float) -> None:
     """
 
     def watch() -> None:
-        with suppress(OSError, ValueError), closing(batch_line()) as line:
-            time.sleep(int(line.recv(1)))
+        if (after_s := line.listen(os.environ)) is not None:
+            time.sleep(after_s)
             leave(rank, LEFT, _WHY)
         while not is_over(run_dir, rank, begun_s):
             time.sleep(_LOOK_S)
-        time.sleep(LEAVE_S)
+        time.sleep(line.LEAVE_S)
         leave(rank, LEFT, _WHY)
 
     threading.Thread(target=watch, daemon=True, name="leave_with_the_others").start()
-
-
-def batch_line() -> socket.socket:
-    """The connection on which launcher.batch says in how many seconds to leave. Raises OSError, ValueError without one."""
-    address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get(LINE_PORT, ""))
-    line = socket.create_connection(address, timeout=_CONNECT_S)
-    line.settimeout(None)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return line
 
 
 def missing_packages(run_dir: Path) -> list[str]:

@@ -270,7 +270,7 @@ def test_a_rank_leaves_for_another_ones_failure_in_this_attempt_only(make_run, n
     """A shared file system may show the former attempt's files for a while."""
     run = make_run("fine", name="slurm")
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom launcher import job\njob._LOOK_S = job.LEAVE_S = 0.05\n"
+        "import sys, time\nfrom pathlib import Path\nfrom launcher import job\njob._LOOK_S = job.line.LEAVE_S = 0.05\n"
         "job.leave_with_the_others(Path(sys.argv[1]), 0, float(sys.argv[2]))\ntime.sleep(0.5)\nprint('still here', flush=True)\ntime.sleep(60)\n"
     )
     (run.path / name).write_text("{}")
