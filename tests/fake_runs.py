@@ -37,7 +37,8 @@ def main(run_dir, stop):
     rank = int(os.environ["RANK"])
     todo = json.loads((run_dir / "run.json").read_text())["model"]["name"]
     (run_dir / f"env-{rank}.json").write_text(json.dumps(dict(os.environ)))
-    (run_dir / f"pid-{rank}").write_text(str(os.getpid()))
+    (run_dir / f".pid-{rank}").write_text(str(os.getpid()))
+    os.replace(run_dir / f".pid-{rank}", run_dir / f"pid-{rank}")  # who waits for the file finds it filled
     print(f"rank {rank} says {todo}")
     if rank == 1:
         while not (run_dir / "pid-0").exists():  # rank 0 is in its collective by then
