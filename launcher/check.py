@@ -37,8 +37,10 @@ AT_LEAST_ZERO = (
     "checkpoint.every_steps", "cluster.grace_s", "cluster.cpus_per_task", "cluster.array_parallelism",
     "cluster.requeue_limit",
 )
+ABOVE_ZERO = (
+    "model.rope_theta", "model.rms_norm_eps", "optimizer.eps", "model.initializer_range", "offload.prefetch_gib",
+)
 # fmt: on
-ABOVE_ZERO = ("model.rope_theta", "model.rms_norm_eps", "optimizer.eps", "model.initializer_range")
 AT_MOST = {  # what is counted one by one here; a typing error must not keep the command busy for ever
     "model.num_hidden_layers": 10_000,
     "model.num_experts": 100_000,

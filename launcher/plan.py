@@ -50,9 +50,8 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
 def state_memory_gib(config: RunConfig) -> tuple[dict[str, float], dict[str, float]]:
     """Parameters, masters, moments and gradients of one rank: on its GPU, and in host memory. In GiB with their total."""
     parts = dict.fromkeys(("parameters", "masters", "moments", "gradients"), 0.0)
-    # The gradients of a step's only micro-batch stay as they come; sums, and what goes to the host, are in grad_dtype.
-    summed = config.grad_accumulation > 1 or config.offload.mode == "full"
-    gradient_dtype = config.train.grad_dtype if summed else config.train.param_dtype
+    # The gradients of a step's only micro-batch stay as they come; sums are in grad_dtype.
+    gradient_dtype = config.train.grad_dtype if config.grad_accumulation > 1 else config.train.param_dtype
     for weight in weights(config.model):
         numel = weight.numel / config.parallelism.dp_shard  # experts too: efsdp x ep = dp_shard
         parts["parameters"] += numel * BYTES[config.train.param_dtype]

@@ -14,7 +14,8 @@ from trainer.memory.ac import apply_ac
 from trainer.models.init import init_weights
 from trainer.models.moe import Router
 from trainer.models.qwen3 import Qwen3
-from trainer.optim.slabs import LocalParameter, SlabOptimizer, build_optimizer
+from trainer.optim.optimizer import SlabOptimizer, build_optimizer
+from trainer.optim.slabs import LocalParameter
 from trainer.parallel import local
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.shard import row_group, shard
@@ -83,4 +84,5 @@ def build(config: RunConfig, mesh: Mesh) -> tuple[Qwen3, SlabOptimizer, list[str
 
         load_weights(model, config.model, mesh)
     optimizer = build_optimizer(config, local_parameters(model), mesh.device, mesh.shard_group)
+    optimizer.wait_before_use(model)
     return model, optimizer, chosen

@@ -93,6 +93,7 @@ class ParallelismConfig:
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     mode: str = one_of("optimizer", "none", "optimizer", "full")
+    prefetch_gib: float = 2.0  # GPU memory for what is on its way: moments (optimizer), leaving gradients (full)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.data import TrainData
 from trainer.models.qwen3 import Qwen3
-from trainer.optim.slabs import SlabOptimizer
+from trainer.optim.optimizer import SlabOptimizer
 
 
 @dataclass

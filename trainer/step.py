@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,12 +13,13 @@ from trainer.data import Batch
 from trainer.data.batch import to_device
 from trainer.models.moe import auxiliary_loss
 from trainer.models.qwen3 import Qwen3
-from trainer.optim.slabs import SlabOptimizer
+from trainer.optim.optimizer import SlabOptimizer
 from trainer.parallel.mesh import Mesh
+from trainer.readback import Readback
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradients are not finite; the weights were not touched."""
+    """Loss or gradients are not finite."""
 
 
 @dataclass
@@ -58,23 +60,31 @@ class QueuedTotals:
 
 
 def forward_backward(
-    model: Qwen3, batches: list[Batch], config: RunConfig, mesh: Mesh, stop_asked: bool = False
+    model: Qwen3,
+    batches: list[Batch],
+    config: RunConfig,
+    mesh: Mesh,
+    stop_asked: bool = False,
+    before_last: Callable[[Callable[[], int]], None] | None = None,
 ) -> QueuedTotals:
     """Accumulate the gradients of the step: token losses over the step's global number of supervised tokens.
 
     Nothing here waits for a GPU, so that it never waits for the host. The auxiliary loss of Hugging Face is the mean
-    over all micro-batches of all ranks, so it counts once per step.
+    over all micro-batches of all ranks, so it counts once per step. `before_last` is called before the last backward
+    pass with a function that waits for the number of supervised tokens, which a GPU has known since the step began.
     """
     counts = [sum(column) for column in zip(*map(batch_counts, batches), strict=True)]
     counts = torch.tensor([*counts, stop_asked], dtype=torch.float64)
     counts = mesh.all_reduce(to_device(counts, mesh.device))
+    supervised_tokens = Readback(counts[0])
     per_token = counts[0].clamp_min(1).reciprocal().float()
     per_micro_batch = 1.0 / (len(batches) * mesh.world_size)
     coefficient = config.model.router_aux_loss_coef
 
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     experts = []
-    for batch in (batch.to(mesh.device) for batch in batches):
+    for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+        batch = batch.to(mesh.device)
         loss_sum, statistics = model(*batch.inputs)
         objective = loss_sum * per_token
         sums[0] += loss_sum.detach()
@@ -84,6 +94,8 @@ def forward_backward(
             objective = objective + coefficient * auxiliary
             sums[1] += auxiliary.detach()
             experts.append(torch.stack([layer.tokens_per_expert.detach() for layer in statistics]))
+        if before_last is not None and not left:
+            before_last(lambda: int(supervised_tokens.wait()))
         objective.backward()
     mesh.all_reduce(sums)
     tokens_per_expert = mesh.all_reduce(torch.stack(experts).sum(0)) if experts else None
@@ -100,16 +112,21 @@ def batch_counts(batch: Batch) -> list[int]:
 
 
 def refuse_nonfinite(step: int, totals: StepTotals, norm: float, optimizer: SlabOptimizer, mesh: Mesh) -> None:
-    """Stop every rank before the update if the all-reduced loss or gradient norm is not finite."""
+    """Stop every rank if the all-reduced loss or gradient norm is not finite."""
     loss_ok = math.isfinite(totals.loss_sum) and math.isfinite(totals.aux_loss)
     if loss_ok and math.isfinite(norm):
         return
+    weights = (
+        "partly updated, so only a checkpoint can be gone on from"
+        if optimizer.updates_early
+        else (f"those of step {step - 1}")
+    )
     names = mesh.gather(optimizer.nonfinite_parameters()[:5])
     found = "; ".join(f"rank {rank}: {', '.join(bad)}" for rank, bad in enumerate(names) if bad)
     none = "none on any rank" + ("" if math.isfinite(norm) else ", the norm overflowed")
     raise NonFiniteError(
         f"step {step}: loss {totals.loss}, auxiliary loss {totals.aux_loss}, gradient norm {norm}; the weights are "
-        f"those of step {step - 1}. Non-finite gradients: {found or none}"
+        f"{weights}. Non-finite gradients: {found or none}"
     )
 
 

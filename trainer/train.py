@@ -18,6 +18,7 @@ from trainer.kernels.capability import fastest_attention
 from trainer.metrics.mark import Mark
 from trainer.metrics.report import Report
 from trainer.node_check import check_nodes
+from trainer.optim.optimizer import SlabOptimizer
 from trainer.optim.schedule import learning_rate
 from trainer.parallel.mesh import Mesh
 from trainer.state import TrainState
@@ -29,12 +30,14 @@ def evaluation_is_due(step: int, config: RunConfig) -> bool:
     return config.data.eval_every_steps > 0 and step % config.data.eval_every_steps == 0
 
 
-def update(state: TrainState, norm: torch.Tensor, config: RunConfig) -> float:
-    """Clip and apply the accumulated gradients; returns the learning rate."""
-    lr = learning_rate(config.schedule, config.optimizer.lr, state.step, config.train.steps)
-    state.optimizer.clip(norm)
-    state.optimizer.step(lr)
-    return lr
+def next_learning_rate(state: TrainState, config: RunConfig) -> float:
+    return learning_rate(config.schedule, config.optimizer.lr, state.step, config.train.steps)
+
+
+def update(optimizer: SlabOptimizer, norm: torch.Tensor, lr: float) -> None:
+    """Clip and apply the accumulated gradients."""
+    optimizer.clip(norm)
+    optimizer.step(lr)
 
 
 def held_out_loss(state: TrainState, mesh: Mesh) -> float:
@@ -71,7 +74,9 @@ def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str, stop: StopR
             marks = [Mark(mesh.device)]  # evaluation, saving and what the device did meanwhile are no part of a step
             batches = data.micro_batches()
             marks.append(Mark(mesh.device))
-            queued = forward_backward(model, batches, config, mesh, bool(stop.words))
+            lr = next_learning_rate(state, config)
+            before_last = partial(optimizer.expect_last_gradients, lr)
+            queued = forward_backward(model, batches, config, mesh, bool(stop.words), before_last)
             norm = optimizer.grad_norm()
             marks.append(Mark(mesh.device))
             report.flush()  # the former step's row, while the device is busy with this one
@@ -79,12 +84,13 @@ def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str, stop: StopR
             refuse_nonfinite(state.step + 1, totals, norm.item(), optimizer, mesh)
             if totals.stops_asked:
                 stop.settle()
-            lr = update(state, norm, config) if totals.supervised_tokens else 0.0
+            if totals.supervised_tokens:
+                update(optimizer, norm, lr)
             optimizer.zero_grad()
             marks.append(Mark(mesh.device))
             state.step += 1
             state.supervised_tokens += totals.supervised_tokens
-            report.step(state, totals, norm.item(), lr, marks)
+            report.step(state, totals, norm.item(), lr if totals.supervised_tokens else 0.0, marks)
             if evaluation_is_due(state.step, config):
                 report.evaluate(partial(held_out_loss, state, mesh))
             if store.save_is_due(state.step, config):
@@ -93,5 +99,6 @@ def train(config: RunConfig, run_dir: Path, mesh: Mesh, digest: str, stop: StopR
                 save_and_stop(run_dir, state, config, mesh, stop, report)
             report.flush_finished()
         stop.settle()
+        optimizer.drain()
         report.finish(state)
     watch.stop()

@@ -139,7 +139,7 @@ def test_the_reference_benchmark_is_pinned_field_by_field(resolved):
             "dp_shard": 32,
             "ep": 8,
         },
-        "offload": {"mode": "none"},
+        "offload": {"mode": "none", "prefetch_gib": 2.0},
         "ac": {"mode": "full"},
         "compile": {"mode": "fullgraph"},
         "optimizer": {

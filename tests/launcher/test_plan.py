@@ -108,7 +108,8 @@ def test_the_reference_plan(resolved):
     [
         (["offload=none"], 2 + 4 + 8 + 2, 0),
         (["offload=optimizer"], 2 + 4 + 2, 8),
-        (["offload=full"], 2, 4 + 8 + 4),
+        (["offload=full"], 2, 4 + 8 + 2),
+        (["offload=full", "data.global_batch_size=16"], 2, 4 + 8 + 4),
         (["offload=none", "data.global_batch_size=16"], 2 + 4 + 8 + 4, 0),
         (["offload=none", "data.global_batch_size=16", "train.grad_dtype=bf16"], 2 + 4 + 8 + 2, 0),
         (["offload=none", "train.param_dtype=fp32"], 4 + 4 + 8 + 4, 0),

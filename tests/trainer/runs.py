@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.build import build
 from trainer.compile import graph_breaks
-from trainer.config import ModelConfig, OptimizerConfig, ParallelismConfig, RunConfig, from_dict, to_dict
+from trainer.config import DataConfig, ModelConfig, OptimizerConfig, ParallelismConfig, RunConfig, from_dict, to_dict
 from trainer.data import Batch
 from trainer.models.moe import Router
 from trainer.parallel import local
@@ -30,6 +30,7 @@ def make_config(world, ep, dp_replicate=1, model=MODEL, dtype="fp32", **modes):
         ),
         # The usual eps would make a full update of a gradient that is nothing but rounding.
         optimizer=OptimizerConfig(lr=1e-2, clip_norm=0.5, eps=1e-5),
+        data=DataConfig(seq_len=SEQ, global_batch_size=4),
     )
     data = to_dict(run)
     for key, value in {"offload": "none", "ac": "none", "compile": "none", **modes}.items():

@@ -4,9 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config import ConfigError, OffloadConfig, OptimizerConfig, RunConfig, TrainConfig
+from trainer.config import (
+    ConfigError,
+    DataConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    RunConfig,
+    TrainConfig,
+)
 from trainer.memory import offload
-from trainer.optim.slabs import LocalParameter, build_optimizer
+from trainer.optim.optimizer import build_optimizer
+from trainer.optim.slabs import LocalParameter
 
 SHAPES = {"embed": (50, 24), "layers.0.q": (24, 40), "layers.0.experts": (3, 16, 24), "layers.0.norm": (24,)}
 
@@ -18,8 +27,10 @@ def parameters(dtype=torch.float32, shapes=None):
     return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()}
 
 
-def build(named, mode="none", grad_dtype="fp32", device="cpu", **optimizer):
+def build(named, mode="none", grad_dtype="fp32", device="cpu", micro_batches=2, **optimizer):
     config = RunConfig(
+        parallelism=ParallelismConfig(nodes=1, gpus_per_node=1, dp_shard=1, ep=1),
+        data=DataConfig(global_batch_size=micro_batches),
         optimizer=OptimizerConfig(**{"lr": 1e-2, **optimizer}),
         offload=OffloadConfig(mode=mode),
         train=TrainConfig(grad_dtype=grad_dtype),
@@ -58,6 +69,7 @@ def train(named, optimizer, steps=5, micro_batches=2, first=0):
         optimizer.clip(norms[-1])
         optimizer.step(1e-2 / (step + 1))
         optimizer.zero_grad()
+    optimizer.drain()
     return torch.stack(norms)
 
 
@@ -65,7 +77,6 @@ def train(named, optimizer, steps=5, micro_batches=2, first=0):
 def small_spans(monkeypatch):
     """Spans that cross the borders of parameters and leave a rest, as with billions of elements."""
     monkeypatch.setattr(offload, "SPAN", 1000)
-    monkeypatch.setattr("trainer.optim.slabs.SPAN", 1000)
 
 
 def clip_torch(named, max_norm):
@@ -140,6 +151,7 @@ def test_updates_too_small_for_bf16_reach_the_masters(mode):
     masters = {name: optimizer.state_dict()[f"master.{name}"].clone() for name in named}
     backward(named, 0)
     optimizer.step(1e-6)
+    optimizer.drain()
     for name, p in named.items():
         master = optimizer.state_dict()[f"master.{name}"]
         assert master.dtype == torch.float32
@@ -223,6 +235,7 @@ def test_loaded_weights_survive_the_next_step_after_refresh_masters():
     optimizer.refresh_masters()
     backward(named, 0)
     optimizer.step(1e-6)
+    optimizer.drain()
     assert (optimizer.state_dict()["master.embed"] - 3.0).abs().max() < 1e-5
     assert (named["embed"] == 3.0).all()
 
@@ -308,10 +321,13 @@ def test_the_log_names_dtypes_places_and_sizes():
         "  exp_avg: float32 on cpu, 0.250 GiB",
         "  exp_avg_sq: float32 on cpu, 0.250 GiB",
         "  gradients: as they come, from a step's second micro-batch on in bfloat16",
+        "  moments pass through 4 buffers of 0.500 GiB on cpu",
     ]
     assert optimizer.host_memory_gib == 0.75
     optimizer = build(named, "full", "fp32")
     assert optimizer.describe()[-1] == "  gradients: float32 on cpu, 0.250 GiB" and optimizer.host_memory_gib == 1
+    optimizer = build(named, "full", "fp32", micro_batches=1)
+    assert optimizer.describe()[-1] == "  gradients: bfloat16 on cpu, 0.125 GiB" and optimizer.host_memory_gib == 0.875
 
 
 def test_the_only_gradient_of_a_step_is_neither_copied_nor_cast():

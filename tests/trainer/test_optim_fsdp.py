@@ -8,8 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainer.config import OffloadConfig, OptimizerConfig, RunConfig, TrainConfig
-from trainer.optim.slabs import LocalParameter, build_optimizer
+from trainer.config import DataConfig, OffloadConfig, OptimizerConfig, ParallelismConfig, RunConfig, TrainConfig
+from trainer.optim.optimizer import build_optimizer
+from trainer.optim.slabs import LocalParameter
 from trainer.parallel import local
 
 STEPS, MICRO_BATCHES, WIDTH = 3, 2, 10
@@ -61,6 +62,8 @@ def train(dtype, mode, name):
         for n, p in model.named_parameters()
     ]
     config = RunConfig(
+        parallelism=ParallelismConfig(nodes=1, gpus_per_node=ranks, dp_shard=ranks, ep=1),
+        data=DataConfig(global_batch_size=MICRO_BATCHES * ranks),
         optimizer=OptimizerConfig(name=name, clip_norm=0.5),
         offload=OffloadConfig(mode=mode),
         train=TrainConfig(grad_dtype="fp32"),
@@ -75,6 +78,7 @@ def train(dtype, mode, name):
         norms.append(optimizer.grad_norm().item())
         optimizer.clip(torch.tensor(norms[-1]))
         optimizer.step(1e-2)
+        optimizer.drain()
         optimizer.zero_grad()
     weights = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
     return {n: p.detach().float().numpy() for n, p in weights.items()}, norms

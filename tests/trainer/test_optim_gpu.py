@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config import OffloadConfig, OptimizerConfig, RunConfig, TrainConfig
-from trainer.optim.slabs import LocalParameter, build_optimizer
+from trainer.config import DataConfig, OffloadConfig, OptimizerConfig, ParallelismConfig, RunConfig, TrainConfig
+from trainer.optim.optimizer import build_optimizer
+from trainer.optim.slabs import LocalParameter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 GIB = 2**30
@@ -19,6 +20,8 @@ def build(shapes, mode="none", grad_dtype="fp32", name="adamw"):
         matrix = len(shape) > 1
         members.append(LocalParameter(key, tensor, nn.Parameter(tensor), matrix, matrix, None, shape[0]))
     config = RunConfig(
+        parallelism=ParallelismConfig(nodes=1, gpus_per_node=1, dp_shard=1, ep=1),
+        data=DataConfig(global_batch_size=1),
         optimizer=OptimizerConfig(name=name, clip_norm=0.1),
         offload=OffloadConfig(mode=mode),
         train=TrainConfig(grad_dtype=grad_dtype),

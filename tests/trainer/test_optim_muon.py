@@ -7,8 +7,10 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.config import OffloadConfig, OptimizerConfig, RunConfig
+from trainer.memory import offload
 from trainer.optim import muon
-from trainer.optim.slabs import LocalParameter, build_optimizer
+from trainer.optim.optimizer import build_optimizer
+from trainer.optim.slabs import LocalParameter
 
 LR, DECAY, MOMENTUM, STEPS = 0.02, 0.1, 0.9, 4
 # Rows over 4 ranks: even; uneven with a short last rank; one row for the first of three; fewer rows than ranks.
@@ -110,7 +112,7 @@ def test_sharded_equals_unsharded(ranks, world_size):
 
 def test_stacks_are_cut_at_whole_matrices_and_stay_the_same(monkeypatch):
     whole = run_muon()
-    monkeypatch.setattr("trainer.optim.slabs.SPAN", 2 * EXPERTS[1] * EXPERTS[2] + 1)
+    monkeypatch.setattr(offload, "SPAN", 2 * EXPERTS[1] * EXPERTS[2] + 1)
     pieces = run_muon()
     for name in whole:
         torch.testing.assert_close(pieces[name], whole[name], rtol=1e-6, atol=1e-7)

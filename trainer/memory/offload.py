@@ -1,9 +1,9 @@
-"""Where optimizer states live, and how they get from there to where the step is computed."""
+"""Where optimizer states live, in host memory or on the device."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +17,6 @@ class Placement:
 
     compute: torch.device
     moments: torch.device
-    staged: bool  # moments are copied to the computing device and back around the step, span by span
-    gradients_travel: bool  # the step is computed on another device than the backward pass
     pinned: bool  # what lives on the host
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -29,11 +27,9 @@ class Placement:
 
 def placement(mode: str, device: torch.device) -> Placement:
     """offload.mode as a placement."""
-    host, pinned = torch.device("cpu"), device.type == "cuda"
-    if mode == "full":
-        return Placement(host, host, staged=False, gradients_travel=True, pinned=pinned)
-    staged = mode == "optimizer"
-    return Placement(device, host if staged else device, staged, gradients_travel=False, pinned=pinned)
+    host = torch.device("cpu")
+    compute = host if mode == "full" else device
+    return Placement(compute, host if mode == "optimizer" else compute, pinned=device.type == "cuda")
 
 
 def host_zeros(numel: int, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
@@ -51,12 +47,12 @@ def host_zeros(numel: int, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
     return tensor
 
 
-def flat_spans(numel: int) -> Iterator[slice]:
-    """Ranges of at most SPAN elements."""
-    return (slice(start, min(start + SPAN, numel)) for start in range(0, numel, SPAN))
+def flat_spans(numel: int, at_most: int) -> Iterator[slice]:
+    """Ranges of at most `at_most` elements."""
+    return (slice(start, min(start + at_most, numel)) for start in range(0, numel, at_most))
 
 
-def move(target: torch.Tensor, source: torch.Tensor, into: Callable = torch.Tensor.copy_) -> None:
-    """Copy (or `into=torch.Tensor.add_`) flat tensors across devices and dtypes, with temporaries of bounded size."""
-    for span in flat_spans(target.numel()):
-        into(target[span], source[span].to(target.device))
+def move(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy flat tensors across devices and dtypes, with temporaries of bounded size."""
+    for span in flat_spans(target.numel(), SPAN):
+        target[span].copy_(source[span].to(target.device))

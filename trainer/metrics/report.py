@@ -38,6 +38,7 @@ class Unwritten:
     values: dict[str, Any]
     totals: StepTotals
     marks: list[Mark]  # the step's begin, and the ends of its phases
+    offload_waits: list[tuple[Mark, Mark]]  # of this step's forward for the former one's update
     evaluated: Mark | None = None
 
 
@@ -94,7 +95,7 @@ class Report:
             "load_balance_max_over_mean": max(totals.load_balance, default=None),
             **{f"load_balance/{layer}": value for layer, value in self._load_by_layer(totals)},
         }
-        self._unwritten = Unwritten(state.step, values, totals, marks)
+        self._unwritten = Unwritten(state.step, values, totals, marks, state.optimizer.take_waits())
 
     def evaluate(self, held_out_loss: Callable[[], float]) -> None:
         """Add the held-out loss, and the time that it took, to the row of the step that just ended."""
@@ -128,6 +129,8 @@ class Report:
         positions = totals.real_tokens + totals.padded_tokens
         flops = flops_at_length(config, totals.squared_document_len / positions)
         throughput = rates(config, flops, self._peak, step_time_s, positions // world_size, totals.real_tokens)
+        if config.offload.mode != "none":
+            times["offload_exposed_s"] = sum(end.since(begin) for begin, end in row.offload_waits)
         if row.evaluated is not None:
             times["eval_time_s"] = row.evaluated.since(marks[-1])
         self._recorder.row(step, {**values, "step_time_s": step_time_s, **times, **throughput})

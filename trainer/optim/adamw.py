@@ -23,7 +23,7 @@ class AdamW:
         count = torch.full((), step - 1, dtype=torch.float32, device=part.master.device)
         adamw(
             [part.master],
-            [part.grad],
+            [part.scaled_grad()],
             [part.moments["exp_avg"]],
             [part.moments["exp_avg_sq"]],
             [],
@@ -35,6 +35,7 @@ class AdamW:
             weight_decay=part.weight_decay,
             **self._constants,
         )
+        part.parameter.copy_(part.master)
 
 
 class FusedAdamW(AdamW):
@@ -46,19 +47,17 @@ class FusedAdamW(AdamW):
 
         self._kernel = triton_adamw.adamw
 
-    def update_parameter(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        parameter: torch.Tensor,
-        scale: torch.Tensor | None,
-        weight_decay: float,
-        lr: float,
-        step: int,
-    ) -> None:
-        """Update one parameter's flat views in place; `scale` multiplies the gradient, None is 1."""
-        scale = torch.ones((), device=master.device) if scale is None else scale
-        constants = {"lr": lr, "step": step, "weight_decay": weight_decay, **self._constants}
-        self._kernel(master, grad, exp_avg, exp_avg_sq, parameter, scale, **constants)
+    def update(self, part: Part, lr: float, step: int) -> None:
+        scale = torch.ones((), device=part.master.device) if part.scale is None else part.scale
+        self._kernel(
+            part.master,
+            part.grad,
+            part.moments["exp_avg"],
+            part.moments["exp_avg_sq"],
+            part.parameter,
+            scale,
+            lr=lr,
+            step=step,
+            weight_decay=part.weight_decay,
+            **self._constants,
+        )

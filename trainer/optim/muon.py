@@ -35,8 +35,9 @@ class Muon:
 
     def update(self, part: Part, lr: float, step: int) -> None:
         matrices, momentum = part.matrices, part.moments["momentum"]
-        momentum.lerp_(part.grad, 1 - self._momentum)
-        update_BRC = part.grad.lerp(momentum, self._momentum).bfloat16().view(matrices.shape)
+        grad = part.scaled_grad()
+        momentum.lerp_(grad, 1 - self._momentum)
+        update_BRC = grad.lerp(momentum, self._momentum).bfloat16().view(matrices.shape)
         group, full_rows = matrices.shard_group, matrices.full_rows
         if group is None:
             update_BRC = orthogonalize(update_BRC)
@@ -47,6 +48,7 @@ class Muon:
         part.master.mul_(1 - lr * part.weight_decay)
         rms = 0.2 * math.sqrt(max(full_rows, matrices.shape[2]))
         part.master.view(matrices.shape).add_(update_BRC, alpha=-lr * rms)
+        part.parameter.copy_(part.master)
 
 
 def orthogonalize(x_BRC: torch.Tensor) -> torch.Tensor:

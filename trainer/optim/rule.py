@@ -20,13 +20,22 @@ class Matrices:
 
 @dataclass(frozen=True)
 class Part:
-    """Flat fp32 tensors of equal length; the rule changes master and moments in place."""
+    """Flat tensors of equal length; the rule changes master, moments and parameter in place."""
 
-    master: torch.Tensor
-    grad: torch.Tensor
-    moments: dict[str, torch.Tensor]
+    master: torch.Tensor  # fp32
+    grad: torch.Tensor  # fp32 or bf16, before `scale`; left as it is
+    scale: torch.Tensor | None  # 0-dim fp32 that multiplies the gradient; None: 1
+    moments: dict[str, torch.Tensor]  # fp32
+    parameter: torch.Tensor  # takes the updated master in its own dtype
     weight_decay: float
     matrices: Matrices | None = None  # only where the rule asks for them
+
+    def scaled_grad(self) -> torch.Tensor:
+        """The gradient in fp32 times the scale, with at most one copy."""
+        grad = self.grad.float()
+        if self.scale is None:
+            return grad
+        return torch.mul(grad, self.scale, out=None if grad is self.grad else grad)
 
 
 class Rule(Protocol):
@@ -36,4 +45,4 @@ class Rule(Protocol):
     of_matrices: bool  # parts are whole matrices; else any range of elements
 
     def update(self, part: Part, lr: float, step: int) -> None:
-        """Apply optimizer step number `step`, counted from 1."""
+        """Apply optimizer step number `step`, counted from 1, to master, moments and parameter."""

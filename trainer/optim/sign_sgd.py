@@ -12,4 +12,5 @@ class SignSGD:
     of_matrices = False
 
     def update(self, part: Part, lr: float, step: int) -> None:
-        part.master.mul_(1 - lr * part.weight_decay).add_(part.grad.sign(), alpha=-lr)
+        part.master.mul_(1 - lr * part.weight_decay).add_(part.scaled_grad().sign(), alpha=-lr)
+        part.parameter.copy_(part.master)
